@@ -1,0 +1,7 @@
+"""``python -m lowgmm``."""
+
+import sys
+
+from lowgmm.cli import main
+
+sys.exit(main())

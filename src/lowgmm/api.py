@@ -1,0 +1,221 @@
+"""The public functions: normalise the arguments, make one operator call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowgmm import ops as _ops  # noqa: F401  (registers torch.ops.lowgmm)
+from lowgmm.formats import FLOATS, QuantTensor, get_format
+from lowgmm.reference import activate
+from lowgmm.routing import Routing, route
+from lowgmm.shapes import ShapeError, bind
+from lowgmm.tune import TileConfig
+
+
+def gmm(
+    input: Tensor,
+    weights: Tensor | QuantTensor,
+    scales_x: Tensor | None = None,
+    scales_w: Tensor | None = None,
+    expert_offsets: Tensor | None = None,
+    expert_sizes: Tensor | None = None,
+    output: Tensor | None = None,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    clip: float | None = None,
+    config: TileConfig | str | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """Grouped matrix multiplication of expert-sorted rows by their experts' weights.
+
+    ``Y[m, n] = (Σ_k X[m, k] · W[e, n, k]) · scales_w[e, n] · scales_x[m] + bias[e, n]`` for the rows
+    ``offsets[e] <= m < offsets[e + 1]`` of expert e. Rows behind the last expert are exactly zero.
+
+    Precision: INT8 products are summed exactly in INT32 over all of K (K · 127² < 2³¹, so K up to 133 000), then converted once;
+    FP8 and 16-bit products are summed in FP32, on Hopper with FP8 partial sums promoted to FP32 every 128 of K. The two scales are
+    applied in the order above, in FP32.
+
+    Args:
+        input: [M, K] rows sorted by expert. int8 or float8_e4m3fn with ``scales_x``; or bfloat16, float16, float32: multiplied as
+            it is when the weights are of the same dtype, quantised per token by this call when the weights are quantised.
+        weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`, which
+            brings its ``scales_w``.
+        scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
+        scales_w: [E, N] (or [E, N, 1]) float scale per output channel; None means 1.
+        expert_offsets: [E+1] int32 or int64, ``offsets[0] = 0``, not decreasing, ``offsets[E] <= M``.
+        expert_sizes: [E] rows of each expert. Either is enough; given both, they must agree.
+        output: [M, N] tensor to write into and return; must not overlap an operand.
+        bias: [E, N] float, added after the scales.
+        out_dtype: dtype of the result; default: ``output``'s, a float input's own, else bfloat16. ``torch.int32`` returns the raw
+            accumulators of int8 operands (no scales, no bias).
+        clip: threshold for outlier tokens when a float input is quantised, see :func:`quantize_tokens`.
+        config: a :class:`lowgmm.tune.TileConfig` (or its string) to force on a GPU; default: ``tune.pick`` chooses.
+        impl: ``"auto"``, ``"reference"`` (float64 oracle) or ``"triton"``.
+
+    Returns:
+        [M, N] on the input's device.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError: an argument contradicts another; the message names it, what was expected and what came.
+        UnsupportedError: an explicit request this machine cannot fulfil.
+
+    On a GPU the contents of offsets and sizes are not read back; set ``LOWGMM_DEBUG=1`` to have them checked. Inference only: no
+    gradient is defined.
+
+    >>> import torch, lowgmm
+    >>> x, w = torch.randn(6, 64), torch.randn(3, 32, 64)
+    >>> y = lowgmm.gmm(x, lowgmm.quantize(w, "int8"), expert_sizes=torch.tensor([1, 0, 5]))
+    >>> exact = lowgmm.reference.gmm(x, w, expert_sizes=torch.tensor([1, 0, 5]))
+    >>> y.shape, bool((y - exact).norm() / exact.norm() < 0.02)
+    (torch.Size([6, 32]), True)
+    """
+    operands = [weights]
+    if isinstance(weights, QuantTensor):
+        if scales_w is not None:
+            raise ShapeError("gmm: argument 'scales_w' was given, but weights is a QuantTensor, which brings its own: pass None.")
+        operands, scales_w = weights.operands, weights.scales
+    offsets = _offsets(expert_offsets, expert_sizes)
+    tile = None if config is None else str(config)
+    if output is not None:
+        if out_dtype is not None and out_dtype != output.dtype:
+            raise ShapeError(f"gmm: out_dtype is {out_dtype}, but output is {output.dtype}: leave out_dtype out.")
+        torch.ops.lowgmm.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output)
+        return output
+    if out_dtype is None:
+        out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
+    result: Tensor = torch.ops.lowgmm.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype)
+    return result
+
+
+def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
+    """[E+1] offsets from whichever was given."""
+    if sizes is None:
+        if offsets is None:
+            raise ShapeError("gmm: pass expert_offsets [E+1] or expert_sizes [E].")
+        return offsets
+    if offsets is None:
+        bind("gmm", expert_sizes=(sizes, "E"))
+        return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    bind("gmm", expert_sizes=(sizes, "E"), expert_offsets=(offsets, "E+1"))
+    # Contents are compared where that costs no synchronisation.
+    if sizes.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((offsets.diff() == sizes).all()):
+        raise ShapeError(
+            f"gmm: expert_sizes {sizes.tolist()} disagree with expert_offsets {offsets.tolist()}, whose differences are "
+            f"{offsets.diff().tolist()}: pass only one of them."
+        )
+    return offsets
+
+
+def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """Quantise activations, one scale per token.
+
+    ``xq[t, :] = clamp(round(x[t, :] / scale[t]), ±qmax)`` with ``scale[t] = min(max|x[t, :]|, clip) / qmax``.
+
+    Args:
+        x: [T, K] bfloat16, float16 or float32.
+        format: ``"int8"`` (qmax 127) or ``"fp8"`` (e4m3, qmax 448).
+        clip: optional threshold for outlier tokens, in the units of ``x``: larger magnitudes saturate at ``clip``, so one
+            extreme value does not take the resolution from the rest of its token.
+
+        impl: as in :func:`gmm`.
+
+    Returns:
+        ``(xq, scales)``: [T, K] in the format's dtype, [T] float32. Round half to even; a zero token has scale 0.
+
+    Raises:
+        UnsupportedError: unknown format. DtypeError: ``x`` is not floating point. ShapeError: ``x`` is not 2-D or clip <= 0.
+
+    >>> import torch
+    >>> xq, scales = quantize_tokens(torch.tensor([[0.5, -127.0, 2.5, 1.5]]), "int8")
+    >>> xq.tolist(), scales.tolist()
+    ([[0, -127, 2, 2]], [1.0])
+    """
+    xq, scales = torch.ops.lowgmm.quantize_tokens(x, get_format(format).name, clip, impl)
+    return xq, scales
+
+
+def moe_ffn(
+    hidden: Tensor,
+    w13: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    *,
+    activation: str = "silu",
+    clip: float | None = None,
+    impl: str = "auto",
+) -> Tensor:
+    """The expert layer: route, gather, gate and up GMM, activation, down GMM, weighted sum back in token order.
+
+    ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``x = hidden[t]``, ``e = topk_ids[t, a]``.
+
+    With quantised weights, each token is quantised before it is gathered (once, however many experts it visits) and the
+    intermediate is quantised again per row. Between the GMMs values are bfloat16 for a bfloat16 ``hidden`` and float32 otherwise:
+    a float16 intermediate could overflow. The sum over experts is float32, in slot order.
+
+    Args:
+        hidden: [T, H] bfloat16, float16 or float32.
+        w13: [E, 2I, H], gate rows first; a tensor of ``hidden``'s dtype or a :class:`QuantTensor`.
+        w2: [E, H, I], likewise.
+        topk_ids: [T, A] int32 or int64; ids outside [0, E) contribute nothing.
+        topk_weights: [T, A] float.
+        activation: ``"silu"`` (SwiGLU) or ``"gelu"`` (GeGLU).
+        clip: outlier threshold when ``hidden`` is quantised, see :func:`quantize_tokens`.
+        impl: as in :func:`gmm`.
+
+    Returns:
+        [T, H] in ``hidden``'s dtype. A token without an expert gives exact zeros.
+
+    Raises:
+        As :func:`gmm` and :func:`route`.
+
+    >>> import torch, lowgmm
+    >>> w13, w2 = torch.randn(4, 2 * 16, 8), torch.randn(4, 8, 16)
+    >>> ids, weights = torch.tensor([[0, 3], [2, -1]]), torch.tensor([[0.7, 0.3], [1.0, 0.0]])
+    >>> x = torch.randn(2, 8)
+    >>> y = lowgmm.moe_ffn(x, w13, w2, ids, weights)
+    >>> torch.allclose(y.double(), lowgmm.reference.moe_ffn(x, w13, w2, ids, weights), rtol=1e-4, atol=1e-4)
+    True
+    """
+    n = bind(
+        "moe_ffn",
+        hidden=(hidden, "T H"),
+        topk_ids=(topk_ids, "T A"),
+        topk_weights=(topk_weights, "T A"),
+    )
+    experts, width, h = w13.shape
+    if tuple(w2.shape) != (experts, n["H"], width // 2) or h != n["H"] or width % 2:
+        raise ShapeError(
+            f"moe_ffn: expected w13 [E, 2I, H] and w2 [E, H, I] with H={n['H']}; got w13 {list(w13.shape)}, w2 {list(w2.shape)}."
+        )
+    between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+    routing = route(topk_ids, experts)
+    gate_up = _gather_gmm(hidden, w13, routing, between, clip, impl)
+    # Unquantised weights are multiplied by an input of their own dtype; fp16 h saturates only here, where the caller's dtype asks.
+    h = activate(gate_up, activation)
+    y = gmm(
+        h if isinstance(w2, QuantTensor) else h.to(w2.dtype),
+        w2, expert_offsets=routing.offsets, out_dtype=between, impl=impl,
+    )  # fmt: skip
+    y = y[routing.inverse].view(n["T"], n["A"], n["H"])
+    return torch.einsum("tah,ta->th", y.float(), topk_weights.float()).to(hidden.dtype)
+
+
+def _gather_gmm(
+    hidden: Tensor,
+    w13: Tensor | QuantTensor,
+    routing: Routing,
+    out_dtype: torch.dtype,
+    clip: float | None,
+    impl: str,
+) -> Tensor:
+    """``gmm(hidden[routing.tokens], w13)``, quantising each token once rather than once per expert."""
+    if not isinstance(w13, QuantTensor):
+        return gmm(hidden[routing.tokens], w13, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
+    xq, scales = quantize_tokens(hidden, w13.format.name, clip, impl=impl)
+    rows = routing.tokens
+    # index_select of float8 is missing on some backends; the bytes are the same.
+    xq = xq.view(torch.uint8)[rows].view(xq.dtype)
+    return gmm(xq, w13, scales[rows], None, routing.offsets, out_dtype=out_dtype, impl=impl)

@@ -1,0 +1,229 @@
+"""The grouped matmul: one mainloop, four ways to hand out its tiles."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from lowgmm.gpu import describe
+from lowgmm.kernels.route import tile_schedule
+from lowgmm.kernels.tiles import accumulate, store
+from lowgmm.shapes import UnsupportedError
+from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
+
+GRID, PERSISTENT, QUEUE, EXPERT = (tl.constexpr(i) for i in range(len(LAUNCHES)))
+
+
+@triton.jit
+def one_tile(
+    x,
+    w,
+    y,
+    scales_x,
+    scales_w,
+    bias,
+    expert,
+    row,
+    end,
+    n_tile,
+    E,
+    N,
+    K,
+    stride_xm,
+    stride_we,
+    stride_wn,
+    stride_ym,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACC: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SCALED_X: tl.constexpr,
+    SCALED_W: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Rows behind the last expert come as expert E: they run on expert E-1's weights (one code path, no branch that would break
+    the loop nest's pipelining) and are stored as zeros."""
+    live = expert < E
+    expert = tl.minimum(expert, E - 1)
+    acc = accumulate(
+        x, w, expert, row, end, n_tile, N, K, stride_xm, stride_we, stride_wn,
+        BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE,
+    )  # fmt: skip
+    store(
+        acc, y, scales_x, scales_w, bias, expert, live, row, end, n_tile, N, stride_ym,
+        BM, BN, SWAP, SCALED_X, SCALED_W, BIAS,
+    )  # fmt: skip
+
+
+@triton.jit
+def grouped_mm_kernel(
+    x,  # (M, K): descriptor or pointer, see tiles.accumulate
+    w,  # (E, N, K): descriptor or pointer
+    y,  # (M, N)
+    scales_x,  # (M,) float32
+    scales_w,  # (E, N) float32
+    bias,  # (E, N)
+    tile_expert,  # (tiles,) int32; EXPERT launch: (E+1,) int32 offsets
+    tile_row,  # (tiles,) int32
+    tile_end,  # (tiles,) int32
+    state,  # (2,) int32: tiles in use, next ticket
+    M,
+    E,
+    N,
+    K,
+    stride_xm,
+    stride_we,
+    stride_wn,
+    stride_ym,
+    LAUNCH: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    SWAP: tl.constexpr,
+    TMA: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    ACC: tl.constexpr,
+    PROMOTE: tl.constexpr,
+    SCALED_X: tl.constexpr,
+    SCALED_W: tl.constexpr,
+    BIAS: tl.constexpr,
+):
+    """Tile number = row_tile · tiles_n + n_tile, so that the N tiles of one row tile run together and share its rows in L2.
+
+    GRID        grid (max_row_tiles · tiles_n,): a tile each at most.
+    PERSISTENT  grid (programs,): tile numbers in a fixed stride.
+    QUEUE       grid (programs,): tile numbers from an atomic ticket; a program takes its next ticket before it computes, so the
+                atomic's latency is hidden. Every program draws exactly one ticket too many, and the last of those resets the
+                counter: no memset between launches, and CUDA graphs can replay.
+    EXPERT      grid (E+1,): program e walks all tiles of expert e. The article's first version; it shows what balancing is worth.
+    """
+    pid = tl.program_id(0)
+    tiles_n = tl.cdiv(N, BN)
+    if LAUNCH == GRID or LAUNCH == PERSISTENT:
+        total = tl.load(state) * tiles_n
+        # Flattening fuses the tile loop with the K loop, so that the next tile's loads overlap this one's epilogue.
+        for tile in tl.range(pid, total, tl.num_programs(0), flatten=LAUNCH == PERSISTENT):
+            at = tile // tiles_n
+            expert, row, end = tl.load(tile_expert + at), tl.load(tile_row + at), tl.load(tile_end + at)
+            one_tile(
+                x, w, y, scales_x, scales_w, bias, expert, row, end, tile % tiles_n, E, N, K,
+                stride_xm, stride_we, stride_wn, stride_ym,
+                BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+            )  # fmt: skip
+    elif LAUNCH == QUEUE:
+        total = tl.load(state) * tiles_n
+        ticket = tl.atomic_add(state + 1, 1, sem="relaxed")
+        while ticket < total:
+            next_ticket = tl.atomic_add(state + 1, 1, sem="relaxed")
+            at = ticket // tiles_n
+            expert, row, end = tl.load(tile_expert + at), tl.load(tile_row + at), tl.load(tile_end + at)
+            one_tile(
+                x, w, y, scales_x, scales_w, bias, expert, row, end, ticket % tiles_n, E, N, K,
+                stride_xm, stride_we, stride_wn, stride_ym,
+                BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+            )  # fmt: skip
+            ticket = next_ticket
+        if ticket == total + tl.num_programs(0) - 1:
+            tl.store(state + 1, 0)
+    else:
+        start = tl.minimum(tl.maximum(tl.load(tile_expert + pid), 0), M)
+        end = tl.minimum(tl.maximum(tl.load(tile_expert + pid + 1, mask=pid < E, other=M), 0), M)
+        for row in tl.range(start, end, BM):
+            for n_tile in tl.range(0, tiles_n):
+                one_tile(
+                    x, w, y, scales_x, scales_w, bias, pid, row, end, n_tile, E, N, K,
+                    stride_xm, stride_we, stride_wn, stride_ym,
+                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+                )  # fmt: skip
+
+
+PROMOTE_EVERY = 128
+"""K between promotions of an FP8 accumulator to FP32: the numerics contract's, and the block size of FP8 checkpoints."""
+
+
+def grouped_mm(
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    config: TileConfig | None = None,
+) -> None:
+    """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups. Operands have one dtype and unit stride along K; everything is on one device."""
+    (num_rows, k_size), (num_experts, n_size) = x.shape, w.shape[:2]
+    x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
+    gpu, problem = describe(x.device), Problem(num_experts, num_rows, n_size, k_size, x.dtype)
+    if config is None:
+        config = pick(problem, gpu)
+        if config.tma and not _tma_ready(x, w):
+            config = TileConfig(**{**config.__dict__, "tma": False})
+    elif (why := supports(problem, config, gpu)) is not None:
+        raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
+    elif config.tma and not _tma_ready(x, w):
+        raise UnsupportedError(f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes.")
+    bm, bn, bk = config.block_m, config.block_n, config.block_k
+    if config.launch == "expert":
+        tile_expert = tile_row = tile_end = state = offsets
+        grid = num_experts + 1
+    else:
+        schedule, state = tile_schedule(offsets, num_rows, bm)
+        tile_expert, tile_row, tile_end = schedule.expert, schedule.row, schedule.end
+        grid = tile_expert.numel() * triton.cdiv(n_size, bn)
+        if config.launch != "grid":
+            grid = min(grid, gpu.sms * config.programs_per_sm)
+    integer = not x.dtype.is_floating_point
+    grouped_mm_kernel[(grid,)](
+        TensorDescriptor.from_tensor(x, [bm, bk]) if config.tma else x,
+        TensorDescriptor.from_tensor(w.view(num_experts * n_size, k_size), [bn, bk]) if config.tma else w,
+        out,
+        scales_x,
+        scales_w,
+        bias,
+        tile_expert,
+        tile_row,
+        tile_end,
+        state,
+        num_rows,
+        num_experts,
+        n_size,
+        k_size,
+        x.stride(0),
+        w.stride(0),
+        w.stride(1),
+        out.stride(0),
+        LAUNCH=LAUNCHES.index(config.launch),
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        SWAP=config.swap_ab,
+        TMA=config.tma,
+        EVEN_K=k_size % bk == 0,
+        STAGES=config.num_stages,
+        ACC=tl.int32 if integer else tl.float32,
+        PROMOTE=min(PROMOTE_EVERY, bk) if x.dtype == torch.float8_e4m3fn else 0,
+        SCALED_X=scales_x is not None,
+        SCALED_W=scales_w is not None,
+        BIAS=bias is not None,
+        num_warps=config.num_warps,
+    )
+
+
+def _tma_ready(x: Tensor, w: Tensor) -> bool:
+    """Descriptors address whole 16-byte units and view the experts as one [E·N, K] matrix."""
+    return (
+        x.data_ptr() % 16 == 0
+        and w.data_ptr() % 16 == 0
+        and x.stride(0) * x.element_size() % 16 == 0
+        and w.is_contiguous()
+    )

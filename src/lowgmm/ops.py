@@ -1,0 +1,284 @@
+"""The registered operators: schemas, the one validation, fakes, and which backend runs.
+
+Device dispatch is PyTorch's: a CPU key, a CUDA key and a fake. ``impl`` is the one explicit override. Backends are imported when an
+operator first runs, so importing lowgmm imports neither triton nor a compiler.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowgmm.formats import FLOATS, FORMATS, format_of, get_format
+from lowgmm.shapes import (
+    DtypeError,
+    ShapeError,
+    UnsupportedError,
+    bind,
+    check_device,
+    check_dtype,
+    check_no_overlap,
+)
+
+IMPLS = ("auto", "reference", "triton")
+"""auto: the device's backend. reference: the fp64 oracle. triton: the GPU kernels, on a CPU only under TRITON_INTERPRET=1."""
+
+OPERANDS = (
+    "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
+    "float? clip, str impl, str? config"
+)
+
+library = torch.library.Library("lowgmm", "DEF")
+TAGS = (torch.Tag.pt2_compliant_tag,)
+library.define(f"gmm({OPERANDS}, ScalarType out_dtype) -> Tensor", tags=TAGS)
+library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
+library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
+
+
+# ---- validation ------------------------------------------------------------------------------------------------------------------
+
+
+def check_gmm(
+    x: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    out_dtype: torch.dtype,
+    output: Tensor | None = None,
+) -> tuple[int, int]:
+    """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
+    packed = weights[0].dim() == 2
+    if packed and impl == "triton":
+        raise UnsupportedError("gmm: impl='triton' needs plain [E, N, K] weights; these were packed for the CPU.")
+    sizes = bind(
+        "gmm",
+        input=(x, "M K"),
+        weights=(weights[0], "K N" if packed else "E N K"),
+        expert_offsets=(offsets, "E+1" if not packed else "offsets"),
+        scales_x=(scales_x, "M 1?"),
+        scales_w=(scales_w, "E N 1?"),
+        bias=(bias, "E N"),
+        output=(output, "M N"),
+    )
+    if packed and (len(weights) != offsets.shape[0] - 1 or sizes.get("E", len(weights)) != len(weights)):
+        raise ShapeError(f"gmm: {len(weights)} packed experts need expert_offsets [{len(weights) + 1}], got {list(offsets.shape)}.")
+    if sizes["K"] == 0 or offsets.shape[0] < 2:
+        raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={offsets.shape[0] - 1}.")
+    check_device(
+        "gmm", input=x, weights=weights[0], scales_x=scales_x, scales_w=scales_w, expert_offsets=offsets, bias=bias, output=output
+    )
+    _check_gmm_dtypes(x, weights[0], scales_x, scales_w, offsets, bias, clip, out_dtype)
+    if impl not in IMPLS:
+        raise UnsupportedError(f"gmm: impl {impl!r} is not one of {', '.join(IMPLS)}.")
+    if output is not None:
+        check_no_overlap("gmm", output, input=x, weights=weights[0], scales_x=scales_x, scales_w=scales_w, bias=bias)
+        if output.numel() and output.stride(1) != 1:
+            raise ShapeError(f"gmm: argument 'output' has strides {output.stride()}, expected unit stride along N.")
+    return sizes["M"], sizes["N"]
+
+
+def _check_gmm_dtypes(
+    x: Tensor,
+    w: Tensor,
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    out_dtype: torch.dtype,
+) -> None:
+    quantised = tuple(f.dtype for f in FORMATS.values())
+    check_dtype("gmm", "weights", w, (*quantised, *FLOATS))
+    check_dtype("gmm", "expert_offsets", offsets, (torch.int32, torch.int64))
+    for name, tensor in (("scales_x", scales_x), ("scales_w", scales_w), ("bias", bias)):
+        check_dtype("gmm", name, tensor, FLOATS)
+    fmt = format_of(w.dtype)
+    if fmt is None:
+        check_dtype("gmm", "input", x, (w.dtype,), "Unquantised weights need an input of their own dtype.")
+        if scales_x is not None or scales_w is not None:
+            raise DtypeError(f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None.")
+    else:
+        hint = f"With {fmt.name} weights the input is {fmt.name}, or floating point to be quantised here."
+        check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
+        if x.dtype in FLOATS and scales_x is not None:
+            raise DtypeError(
+                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, which is quantised per token by this call: pass "
+                f"scales_x=None, or quantise first with lowgmm.quantize_tokens."
+            )
+    dynamic = fmt is not None and x.dtype in FLOATS
+    if clip is not None and (not dynamic or not clip > 0):
+        raise ShapeError(f"gmm: clip={clip} applies to a float input with quantised weights and must be positive.")
+    raw = fmt is not None and fmt.exact and not dynamic and scales_x is scales_w is bias is None
+    accepted = (*FLOATS, torch.int32) if raw else FLOATS
+    if out_dtype not in accepted:
+        raise DtypeError(
+            f"gmm: out_dtype is {out_dtype}, expected bfloat16, float16 or float32 (int32, the raw accumulators, only for int8 "
+            f"operands without scales and bias)."
+        )
+
+
+def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
+    """With LOWGMM_DEBUG=1, read device offsets back and check their contents. Costs a synchronisation, so it is off otherwise."""
+    if os.environ.get("LOWGMM_DEBUG", "0") not in ("", "0"):
+        from lowgmm.cpu import checked_bounds
+
+        checked_bounds(offsets, num_rows)
+
+
+# ---- gmm -------------------------------------------------------------------------------------------------------------------------
+
+
+def _gmm_into(
+    out: Tensor,
+    x: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    config: str | None,
+) -> None:
+    if out.numel() == 0:
+        return
+    # Kernels see one layout of scales: [M] and [E, N], float32, contiguous. No-ops in the usual case.
+    scales_x = None if scales_x is None else scales_x.reshape(x.shape[0]).float().contiguous()
+    scales_w = None if scales_w is None else scales_w.reshape(-1, out.shape[1]).float().contiguous()
+    bias = None if bias is None else bias.contiguous()
+    on_gpu = out.device.type != "cpu"
+    if impl == "auto":
+        impl = "triton" if on_gpu else "cpu"
+    if config is not None and impl != "triton":
+        raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
+    if impl == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise UnsupportedError("gmm: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import.")
+    if impl == "cpu":
+        from lowgmm import cpu
+
+        cpu.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
+        return
+    fmt = format_of(weights[0].dtype)
+    if fmt is not None and x.dtype in FLOATS:
+        x, scales_x = _quantize_tokens(x, fmt.name, clip, impl)
+    if impl == "reference":
+        from lowgmm import reference
+
+        out.copy_(reference.gmm(x, _plain(weights), scales_x, scales_w, offsets, bias=bias))
+        return
+    from lowgmm.kernels.grouped_mm import grouped_mm
+    from lowgmm.tune import TileConfig
+
+    if on_gpu:
+        check_offsets_now(offsets, x.shape[0])
+    with torch.cuda.device(out.device) if on_gpu else torch.no_grad():
+        tile = None if config is None else TileConfig.parse(config)
+        grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
+
+
+def _plain(weights: list[Tensor]) -> Tensor:
+    if weights[0].dim() == 2:
+        raise UnsupportedError("gmm: impl='reference' needs plain [E, N, K] weights; these were packed for the CPU.")
+    return weights[0]
+
+
+def _gmm(
+    input: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    config: str | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    shape = check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
+    out = torch.empty(shape, dtype=out_dtype, device=input.device)
+    _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
+    return out
+
+
+def _gmm_fake(
+    input: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    config: str | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    shape = check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
+    return input.new_empty(shape, dtype=out_dtype)
+
+
+def _gmm_out(
+    input: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    expert_offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    config: str | None,
+    output: Tensor,
+) -> None:
+    check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
+    if not isinstance(output, torch._subclasses.FakeTensor):
+        _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
+
+
+# ---- quantize_tokens -------------------------------------------------------------------------------------------------------------
+
+
+def check_tokens(x: Tensor, clip: float | None) -> None:
+    check_dtype("quantize_tokens", "x", x, FLOATS)
+    bind("quantize_tokens", x=(x, "T K"))
+    if clip is not None and not clip > 0:
+        raise ShapeError(f"quantize_tokens: argument 'clip' is {clip}, expected a positive threshold or None.")
+
+
+def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
+    check_tokens(x, clip)
+    fmt = get_format(format)
+    if impl == "reference" or (impl == "auto" and x.device.type == "cpu"):
+        from lowgmm.quant import quantize_rows
+
+        return quantize_rows(x, fmt, clip)
+    from lowgmm.gpu import describe
+    from lowgmm.kernels.quantize import quantize_tokens
+
+    if (why := describe(x.device).lacks(fmt)) is not None:
+        raise UnsupportedError(f"quantize_tokens: {why}")
+    with torch.cuda.device(x.device) if x.device.type != "cpu" else torch.no_grad():
+        return quantize_tokens(x, fmt, clip)
+
+
+def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
+    check_tokens(x, clip)
+    return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+def _register(name: str, function: Any, fake: Any) -> None:
+    for key in ("CPU", "CUDA"):
+        library.impl(name, function, key)
+    torch.library.register_fake(f"lowgmm::{name}", fake, lib=library)
+
+
+_register("gmm", _gmm, _gmm_fake)
+_register("gmm_out", _gmm_out, _gmm_out)
+_register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)
+library.impl("gmm", _gmm, "MkldnnCPU")  # a packed weight's dispatch key outranks CPU's
+library.impl("gmm_out", _gmm_out, "MkldnnCPU")

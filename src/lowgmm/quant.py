@@ -1,0 +1,90 @@
+"""Quantise and dequantise in torch: the definition of each format. Kernels must agree with this file bit for bit.
+
+    scale = min(absmax, clip) / qmax                                      float32
+    q     = clamp(round_half_even(x · (qmax / min(absmax, clip))), ±qmax)
+
+The multiplication by one reciprocal per row (rather than a division per element) is part of the definition, because a fused
+kernel affords nothing else. A zero row has scale 0 and exact zeros; a row that holds a NaN gets scale NaN, so the output row is
+NaN too and no other row is touched.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowgmm.formats import FLOATS, QuantFormat, QuantTensor, get_format
+from lowgmm.shapes import ShapeError, check_dtype
+
+SMALLEST_ABSMAX = 2.0**-100
+"""Below this a row's reciprocal would overflow float32; such a row quantises to zeros (its absolute error is below 1e-30)."""
+
+
+def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise along the last axis: ``x [..., K]`` float -> values ``[..., K]``, scales ``[...]`` float32."""
+    x = x.float()
+    if x.shape[-1] == 0:
+        return x.to(fmt.dtype), x.new_zeros(x.shape[:-1])
+    absmax = x.abs().amax(-1)
+    if clip is not None:
+        absmax = absmax.clamp(max=clip)
+    inverse = fmt.qmax / absmax.clamp(min=SMALLEST_ABSMAX)
+    q = (x * inverse.unsqueeze(-1)).nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
+    if not fmt.dtype.is_floating_point:
+        q = q.round_()
+    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype), absmax / fmt.qmax
+
+
+def check_tokens(op: str, x: Tensor, clip: float | None) -> None:
+    check_dtype(op, "x", x, FLOATS)
+    if x.dim() != 2:
+        raise ShapeError(f"{op}: argument 'x' has shape {list(x.shape)}, expected [T, K].")
+    if clip is not None and not clip > 0:
+        raise ShapeError(f"{op}: argument 'clip' is {clip}, expected a positive threshold or None.")
+
+
+def quantize(w: Tensor, format: str) -> QuantTensor:
+    """Quantise expert weights, one scale per output channel.
+
+    ``values[e, n, :] = clamp(round(w[e, n, :] / scales[e, n]), ±qmax)`` with ``scales[e, n] = max|w[e, n, :]| / qmax``.
+
+    Args:
+        w: [E, N, K] bfloat16, float16 or float32; a single [N, K] matrix is taken as E = 1.
+        format: ``"int8"`` or ``"fp8"``.
+
+    Returns:
+        A :class:`QuantTensor` with values [E, N, K] (K contiguous) and scales [E, N] float32. Weights are converted one expert at
+        a time, so the float32 working copy is one expert's.
+
+    Raises:
+        UnsupportedError: unknown format. DtypeError: ``w`` is not floating point. ShapeError: ``w`` is not 2-D or 3-D.
+
+    >>> import torch
+    >>> q = quantize(torch.tensor([[[1.0, -2.0], [0.0, 0.0]]]), "int8")
+    >>> q.values.tolist(), [round(s, 4) for s in q.scales[0].tolist()]
+    ([[[64, -127], [0, 0]]], [0.0157, 0.0])
+    """
+    fmt = get_format(format)
+    check_dtype("quantize", "w", w, FLOATS)
+    if w.dim() == 2:
+        w = w.unsqueeze(0)
+    if w.dim() != 3:
+        raise ShapeError(f"quantize: argument 'w' has shape {list(w.shape)}, expected [E, N, K] (or [N, K]).")
+    values = torch.empty(w.shape, dtype=fmt.dtype, device=w.device)
+    scales = torch.empty(w.shape[:2], dtype=torch.float32, device=w.device)
+    for e in range(w.shape[0]):
+        values[e], scales[e] = quantize_rows(w[e], fmt)
+    return QuantTensor(values, scales, fmt)
+
+
+def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """``values · scales`` as a dense [E, N, K] tensor of ``dtype``.
+
+    >>> import torch
+    >>> w = torch.tensor([[[1.0, -2.0]]])
+    >>> bool((dequantize(quantize(w, "int8")) - w).abs().max() <= 2.0 / 127 / 2)
+    True
+    """
+    if q.values is None:
+        raise ShapeError("dequantize: the weights were packed for a backend; their plain values were released.")
+    return (q.values.float() * q.scales.unsqueeze(-1)).to(dtype)

@@ -1,0 +1,126 @@
+"""The dimension key, and the one place where arguments are checked against it.
+
+| letter | meaning                     | letter | meaning                                   |
+|--------|-----------------------------|--------|-------------------------------------------|
+| T      | tokens                      | A      | experts per token                         |
+| E      | experts                     | R      | routed rows, R = T·A                      |
+| H      | hidden size                 | I      | intermediate size of one expert           |
+| M N K  | a GEMM only: rows, output channels, reduction                                 |
+
+A lower-case letter is the number of scale blocks along that axis.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+
+class ShapeError(ValueError):
+    """A tensor's shape contradicts another argument's."""
+
+
+class DtypeError(TypeError):
+    """A tensor's dtype is not one the operation accepts."""
+
+
+class DeviceError(ValueError):
+    """Tensors of one call live on different devices."""
+
+
+class UnsupportedError(RuntimeError):
+    """An explicit request that this machine, backend or format cannot fulfil; nothing is substituted silently."""
+
+
+def bind(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
+    """Match shapes against letters and return the size of every letter.
+
+    ``bind("gmm", input=(x, "M K"), weights=(w, "E N K"))`` returns ``{"M": …, "K": …, "E": …, "N": …}`` or raises
+    :class:`ShapeError` with every argument's expected letters and actual shape. A token may be a letter or ``E+1``; a trailing
+    ``1?`` stands for an optional axis of size 1 (a scale kept with ``keepdim=True``). ``None`` arguments are skipped.
+
+    >>> import torch
+    >>> bind("gmm", input=(torch.empty(5, 8), "M K"), weights=(torch.empty(2, 3, 8), "E N K"))
+    {'M': 5, 'K': 8, 'E': 2, 'N': 3}
+    """
+    sizes: dict[str, int] = {}
+    given = {name: (tensor, spec.split()) for name, (tensor, spec) in arguments.items() if tensor is not None}
+    for name, (tensor, letters) in given.items():
+        shape = tuple(tensor.shape)
+        if letters[-1] == "1?":
+            letters = letters[:-1]
+            if len(shape) == len(letters) + 1 and shape[-1] == 1:
+                shape = shape[:-1]
+        if len(shape) != len(letters):
+            _fail(op, name, f"has {len(tensor.shape)} dimensions, expected {len(letters)}", given, sizes)
+        for letter, size in zip(letters, shape, strict=True):
+            base, _, plus = letter.partition("+")
+            expected = sizes.get(base)
+            if expected is None and not plus:
+                sizes[base] = size
+            elif expected is not None and size != expected + int(plus or 0):
+                what = f"{letter}={expected + int(plus or 0)}"
+                _fail(op, name, f"has {size} where {what} is expected", given, sizes)
+    return sizes
+
+
+def _fail(
+    op: str,
+    name: str,
+    problem: str,
+    given: Mapping[str, tuple[Tensor, Sequence[str]]],
+    sizes: Mapping[str, int],
+) -> None:
+    lines = [f"{op}: argument '{name}' {problem}."]
+    lines += [
+        f"  {n}: expected [{', '.join(x for x in spec if x != '1?')}], got {list(t.shape)}" for n, (t, spec) in given.items()
+    ]
+    known = ", ".join(f"{k}={v}" for k, v in sizes.items())
+    lines.append(f"  sizes taken from the arguments so far: {known or 'none'}")
+    raise ShapeError("\n".join(lines))
+
+
+def check_dtype(op: str, name: str, tensor: Tensor | None, accepted: Iterable[torch.dtype], hint: str = "") -> None:
+    """Raise :class:`DtypeError` unless ``tensor`` is None or has one of the ``accepted`` dtypes."""
+    accepted = tuple(accepted)
+    if tensor is not None and tensor.dtype not in accepted:
+        names = ", ".join(str(d).removeprefix("torch.") for d in accepted)
+        got = str(tensor.dtype).removeprefix("torch.")
+        raise DtypeError(f"{op}: argument '{name}' is {got}, expected {names}.{' ' + hint if hint else ''}")
+
+
+def check_device(op: str, **arguments: Tensor | None) -> torch.device:
+    """Return the one device all tensors share, or raise :class:`DeviceError` naming each tensor's device."""
+    given = {n: t for n, t in arguments.items() if t is not None}
+    devices = {t.device for t in given.values()}
+    if len(devices) != 1:
+        where = ", ".join(f"{n} on {t.device}" for n, t in given.items())
+        raise DeviceError(f"{op}: all tensors must be on one device, got {where}. Move them with .to(device).")
+    return devices.pop()
+
+
+def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
+    """Raise :class:`ShapeError` if ``output`` shares memory with an input: the kernel reads inputs while it writes."""
+    if output.numel() == 0:
+        return
+    for name, tensor in inputs.items():
+        if tensor is None or tensor.numel() == 0 or tensor.is_mkldnn:
+            continue
+        # Storages are compared by identity, not by data_ptr, so that the check also holds for fake tensors.
+        if tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
+            continue
+        a0, a1 = _byte_span(output)
+        b0, b1 = _byte_span(tensor)
+        if a0 < b1 and b0 < a1:
+            raise ShapeError(
+                f"{op}: 'output' overlaps '{name}' in memory; the result would overwrite an operand that is still read. "
+                f"Pass a separate tensor (torch.empty_like) or leave 'output' out."
+            )
+
+
+def _byte_span(t: Tensor) -> tuple[int, int]:
+    first = t.storage_offset()
+    last = first + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return first * t.element_size(), (last + 1) * t.element_size()

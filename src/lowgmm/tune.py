@@ -1,0 +1,141 @@
+"""Which tile configuration runs a problem: ``supports`` says what can run, ``pick`` what does."""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass, replace
+
+import torch
+
+from lowgmm.formats import format_of
+from lowgmm.gpu import Gpu
+from lowgmm.shapes import UnsupportedError
+
+LAUNCHES = ("grid", "persistent", "queue", "expert")
+"""One program per tile; a static stride over tiles; tickets from an atomic counter; one program per expert (the article's first)."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A grouped matmul as the tuner sees it. ``M`` is the total over the experts."""
+
+    E: int
+    M: int
+    N: int
+    K: int
+    dtype: torch.dtype
+    """dtype of both operands in the matrix instruction."""
+
+    @property
+    def rows_per_expert(self) -> float:
+        return self.M / max(self.E, 1)
+
+    @property
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class TileConfig:
+    """One way to run the mainloop. ``str(config)`` and :meth:`parse` are inverse, so a configuration can cross an op schema.
+
+    >>> str(TileConfig(16, 128, 256, swap_ab=True, tma=True, launch="persistent", programs_per_sm=2, num_warps=4, num_stages=4))
+    '16x128x256-swap-tma-persistent2-4w4s'
+    >>> TileConfig.parse("64x64x128-grid-4w3s").block_n
+    64
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    swap_ab: bool = False
+    """Put the weights on the matrix instruction's M side: acc is [block_n, block_m]. Few tokens then waste no rows."""
+    tma: bool = False
+    """Load through TMA descriptors instead of pointers."""
+    launch: str = "grid"
+    programs_per_sm: int = 1
+    """Programs per SM of a persistent or queue launch."""
+    num_warps: int = 4
+    num_stages: int = 3
+
+    def __str__(self) -> str:
+        flags = ("-swap" if self.swap_ab else "") + ("-tma" if self.tma else "")
+        per_sm = str(self.programs_per_sm) if self.launch in ("persistent", "queue") else ""
+        tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
+        return f"{tile}{flags}-{self.launch}{per_sm}-{self.num_warps}w{self.num_stages}s"
+
+    @staticmethod
+    @functools.cache
+    def parse(text: str) -> TileConfig:
+        """The configuration that ``str`` wrote."""
+        pattern = r"(\d+)x(\d+)x(\d+)(-swap)?(-tma)?-(grid|persistent|queue|expert)(\d*)-(\d+)w(\d+)s"
+        m = re.fullmatch(pattern, text)
+        if m is None:
+            raise UnsupportedError(
+                f"config {text!r} is not a tile configuration; expected e.g. '16x128x256-swap-tma-persistent2-4w4s'."
+            )
+        bm, bn, bk, swap, tma, launch, per_sm, warps, stages = m.groups()
+        return TileConfig(
+            int(bm), int(bn), int(bk), bool(swap), bool(tma), launch, int(per_sm or 1), int(warps), int(stages)
+        )
+
+    def shared_memory(self, element_size: int) -> int:
+        """Bytes of the operand pipeline in shared memory."""
+        return (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
+
+
+def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
+    """None if ``config`` can run ``problem`` on ``gpu``, else the reason it cannot. The one statement of every constraint."""
+    if (why := gpu.lacks(format_of(problem.dtype))) is not None:
+        return why
+    blocks = (config.block_m, config.block_n, config.block_k)
+    if any(b & (b - 1) or b < 16 for b in blocks):
+        return f"tile {blocks} needs powers of two of at least 16 (tl.dot)."
+    if problem.element_size == 1 and config.block_k < 32:
+        return "8-bit matrix instructions consume K in steps of 32: block_k must be at least 32."
+    if config.launch not in LAUNCHES:
+        return f"launch {config.launch!r} is not one of {', '.join(LAUNCHES)}."
+    if config.tma:
+        if not gpu.tma:
+            return f"{gpu.name} has no TMA; use a configuration without it."
+        if problem.K * problem.element_size % 16:
+            return f"TMA needs rows that are a multiple of 16 bytes; K={problem.K} of {problem.dtype} is not."
+    need = config.shared_memory(problem.element_size)
+    if need > gpu.shared_memory:
+        return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
+    return None
+
+
+@functools.cache
+def pick(problem: Problem, gpu: Gpu) -> TileConfig:
+    """The configuration used when none is asked for: by rows per expert, then made to fit the GPU.
+
+    The tiles come from a study on an H200 (Triton 3.6): with up to 64 rows per expert the weights go on the M side, because
+    Hopper's matrix instruction has 64 rows there and the tokens would waste them; from 128 rows on, 128x256 with 8 warps is the
+    fastest shape.
+    """
+    rows, size = problem.rows_per_expert, problem.element_size
+    if problem.dtype == torch.float32:
+        # The exact fp32 path runs on the CUDA cores: small tiles, no tensor-core layout to respect.
+        config = TileConfig(16 if rows <= 16 else 64, 64, 32, launch="persistent", programs_per_sm=2, num_stages=2)
+    elif rows <= 16:
+        config = TileConfig(16, 128, 256 // size, True, True, "persistent", 2, 4, 4)
+    elif rows <= 32:
+        config = TileConfig(32, 128, 128 // size, True, True, "persistent", 2, 4, 4)
+    elif rows <= 96:
+        config = TileConfig(64, 128, 128 // size, True, True, "persistent", 2, 4, 4)
+    elif problem.dtype == torch.float8_e4m3fn:
+        # Promoting FP8 sums needs a second accumulator in registers: 128x256 would spill (70 local accesses, Triton 3.7).
+        config = TileConfig(128, 128, 128, False, True, "persistent", 1, 8, 4)
+    else:
+        config = TileConfig(128, 256, 128 // size, False, True, "persistent", 1, 8, 3)
+    if not gpu.tma or problem.K * size % 16:
+        config = replace(config, tma=False)
+    while supports(problem, config, gpu) is not None and config.num_stages > 2:
+        config = replace(config, num_stages=config.num_stages - 1)
+    while supports(problem, config, gpu) is not None and config.block_n > 64:
+        config = replace(config, block_n=config.block_n // 2, num_warps=4)
+    if (why := supports(problem, config, gpu)) is not None:
+        raise UnsupportedError(f"no tile configuration runs {problem} on {gpu.name}: {why}")
+    return config

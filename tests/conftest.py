@@ -1,0 +1,55 @@
+"""Where kernels run: on the CUDA device where there is one, and else in Triton's interpreter.
+
+The interpreter is chosen by an environment variable that `@triton.jit` reads as a kernel is defined, so this file has
+to run before anything imports Triton. The same `pytest` command then serves both kinds of machine.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+
+import pytest
+import torch
+
+HAS_CUDA = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+if not HAS_CUDA:
+    if "triton" in sys.modules and os.environ.get("TRITON_INTERPRET") != "1":
+        raise RuntimeError("Triton was imported before tests/conftest.py could choose its interpreter")
+    os.environ["TRITON_INTERPRET"] = "1"
+    if HAS_TRITON:
+        import interpreter_repair
+
+        interpreter_repair.install()
+
+
+def pytest_report_header() -> str:
+    if HAS_CUDA:
+        return f"kernels: compiled, on {torch.cuda.get_device_name()}"
+    return "kernels: Triton's interpreter, repaired" if HAS_TRITON else "kernels: not run (no CUDA device, no Triton)"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("gpu") and not HAS_CUDA:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if item.get_closest_marker("interpreter"):
+            if HAS_CUDA:
+                item.add_marker(pytest.mark.skip(reason="kernels run on the CUDA device, not in the interpreter"))
+            elif not HAS_TRITON:
+                item.add_marker(pytest.mark.skip(reason="Triton is not installed"))
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where kernels run in this session: the CUDA device, or the CPU with Triton's interpreter."""
+    return torch.device("cuda" if HAS_CUDA else "cpu")
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    """A CPU generator with a fixed seed: every test draws the same numbers, alone or among others, on any machine."""
+    return torch.Generator().manual_seed(20_240_607)

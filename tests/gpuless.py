@@ -1,0 +1,132 @@
+"""Compile the kernels for a GPU that is not there, and read what came out: shared memory, spills, matrix instructions.
+
+Runs as a program of its own (requests as JSON lines on standard input, reports as JSON lines on standard output), because the tests'
+process has Triton in interpreter mode.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from lowgmm.kernels.grouped_mm import PROMOTE_EVERY, grouped_mm_kernel
+from lowgmm.tune import LAUNCHES, Problem, TileConfig
+
+ELEMENT = {
+    torch.int8: "i8",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+}
+TARGETS = {
+    "sm80": GPUTarget("cuda", 80, 32),
+    "sm90": GPUTarget("cuda", 90, 32),
+    "sm100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+def report(asm: dict[str, Any], shared: int) -> dict[str, int]:
+    """Bytes of shared memory, and counts of what matters in the assembly."""
+    if "amdgcn" in asm:
+        text = asm["amdgcn"]
+        spills = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
+        return {"shared": shared, "mfma": len(re.findall(r"v_mfma", text)), "spills": spills}
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
+        f.write(asm["cubin"])
+        f.flush()
+        sass = subprocess.run([tool, "-sass", f.name], capture_output=True, text=True, check=True).stdout
+    counts = {
+        name: len(re.findall(pattern, asm["ptx"]))
+        for name, pattern in {
+            "wgmma": r"wgmma\.mma_async",
+            "mma": r"mma\.sync",
+            "tcgen05": r"tcgen05\.mma",
+            "tma": r"cp\.async\.bulk\.tensor",
+            "cp_async": r"cp\.async\.c[ag]",
+        }.items()
+    }
+    return {"shared": shared, "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)), **counts}
+
+
+def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) -> dict[str, int]:
+    """Compile the mainloop as the launcher would for ``problem`` (all sizes and strides multiples of 16)."""
+    scaled = problem.dtype.itemsize == 1
+    element, integer = ELEMENT[problem.dtype], not problem.dtype.is_floating_point
+    if target.backend == "hip" and element == "fp8e4nv":
+        element = "fp8e4b8"
+    pointers = {n: "*i32" for n in ("tile_expert", "tile_row", "tile_end", "state")}
+    x, w = f"*{element}", f"*{element}"
+    if config.tma:
+        x = f"tensordesc<{element}[{config.block_m}, {config.block_k}]>"
+        w = f"tensordesc<{element}[{config.block_n}, {config.block_k}]>"
+    scales = "*fp32" if scaled else "constexpr"
+    constants: dict[str, Any] = {
+        "bias": None,
+        "LAUNCH": LAUNCHES.index(config.launch),
+        "BM": config.block_m,
+        "BN": config.block_n,
+        "BK": config.block_k,
+        "SWAP": config.swap_ab,
+        "TMA": config.tma,
+        "EVEN_K": problem.K % config.block_k == 0,
+        "STAGES": config.num_stages,
+        "ACC": tl.int32 if integer else tl.float32,
+        "PROMOTE": min(PROMOTE_EVERY, config.block_k) if problem.dtype == torch.float8_e4m3fn else 0,
+        "SCALED_X": scaled,
+        "SCALED_W": scaled,
+        "BIAS": False,
+    }
+    if not scaled:
+        constants |= {"scales_x": None, "scales_w": None}
+    signature = {"x": x, "w": w, "y": "*bf16", "scales_x": scales, "scales_w": scales, **pointers}
+    signature |= dict.fromkeys(("M", "E", "N", "K", "stride_xm", "stride_we", "stride_wn", "stride_ym"), "i32")
+    signature |= dict.fromkeys(constants, "constexpr")
+    names = grouped_mm_kernel.arg_names
+    divisible = {"x", "w", "y", "scales_x", "scales_w", "N", "K", "stride_xm", "stride_we", "stride_wn", "stride_ym"}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if n in divisible and not signature[n].startswith(("tensordesc", "constexpr"))
+    }
+    source = ASTSource(grouped_mm_kernel, {n: signature[n] for n in names}, constants, attrs)
+    kernel = triton.compile(
+        source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages}
+    )
+    return report(kernel.asm, kernel.metadata.shared)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        request = json.loads(line)
+        dtype = getattr(torch, request["dtype"])
+        problem = Problem(*(request[name] for name in "EMNK"), dtype)
+        print(json.dumps(compile_grouped_mm(problem, TileConfig.parse(request["config"]), TARGETS[request["target"]])))
+
+
+def compile_all(requests: list[dict[str, Any]]) -> list[dict[str, int]]:
+    """Reports for ``requests`` (E, M, N, K, dtype, config, target), compiled by one process without the interpreter."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    lines = "\n".join(json.dumps(r) for r in requests)
+    done = subprocess.run([sys.executable, __file__], input=lines, capture_output=True, text=True, env=env)
+    if done.returncode:
+        raise RuntimeError(f"compiling failed:\n{done.stderr[-4000:]}")
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+if __name__ == "__main__":
+    main()

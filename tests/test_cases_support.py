@@ -1,0 +1,103 @@
+"""What the case tests share: the backends, and an oracle and an error budget for whole expert layers. Holds no tests."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from lowgmm import reference
+from lowgmm.formats import FORMATS, QuantTensor
+from lowgmm.quant import dequantize
+from lowgmm.testing import assert_within_budget
+
+HAS_CUDA = torch.cuda.is_available()
+RUNS_KERNELS = HAS_CUDA or importlib.util.find_spec("triton") is not None
+
+
+class Backend(NamedTuple):
+    """Where a call runs: its tensors' device and the ``impl`` argument."""
+
+    device: str
+    impl: str
+
+
+CPU = Backend("cpu", "auto")
+KERNELS = Backend("cuda" if HAS_CUDA else "cpu", "triton")
+kernels_only = pytest.mark.skipif(not RUNS_KERNELS, reason="kernels need a CUDA device or Triton's interpreter")
+BACKENDS = [pytest.param(CPU, id="cpu"), pytest.param(KERNELS, id="kernels", marks=kernels_only)]
+
+SMALL = "16x32x64-swap-persistent1-4w2s"
+"""A tile that the interpreter runs quickly."""
+LAUNCHES = (SMALL, "16x32x64-grid-4w2s", "16x32x64-swap-queue1-4w2s", "16x32x64-expert-4w2s")
+
+# Every way to run a gmm call: the CPU backend, and the kernels in each launch mode.
+GMM_RUNS = [pytest.param(CPU, None, id="cpu")] + [
+    pytest.param(KERNELS, config, id=config, marks=kernels_only) for config in LAUNCHES
+]
+
+
+def dense(w: Tensor | QuantTensor) -> Tensor:
+    """The values that ``w`` stands for, in float32."""
+    return dequantize(w) if isinstance(w, QuantTensor) else w.float()
+
+
+def _rounded(x: Tensor, w: Tensor | QuantTensor) -> Tensor:
+    """``x [rows, K]`` as the format of ``w`` holds it, one scale per row; written apart from the library's quantiser."""
+    if not isinstance(w, QuantTensor):
+        return x
+    qmax = FORMATS[w.format.name].qmax
+    scale = x.abs().amax(1, keepdim=True) / qmax
+    q = torch.where(scale > 0, x / scale, 0).clamp(-qmax, qmax)
+    q = q.round() if w.format.name == "int8" else q.float().to(w.format.dtype).to(x.dtype)
+    return q * scale
+
+
+def compose_layer(
+    hidden: Tensor,
+    w13: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    ids: Tensor,
+    weights: Tensor,
+    activation: str,
+    compute: torch.dtype,
+    between: torch.dtype,
+) -> Tensor:
+    """The expert layer as a loop over experts: quantised operands' values multiplied in ``compute``, results kept in ``between``."""
+    w13_EJH, w2_EHI = dense(w13).to(compute), dense(w2).to(compute)
+    out = torch.zeros(hidden.shape, dtype=compute, device=hidden.device)
+    for e in range(len(w13_EJH)):
+        token, slot = (ids == e).nonzero(as_tuple=True)
+        if not len(token):
+            continue
+        gate_up = (_rounded(hidden[token].to(compute), w13) @ w13_EJH[e].T).to(between).to(compute)
+        h = reference.activate(gate_up, activation).to(between).to(compute)
+        y = (_rounded(h, w2) @ w2_EHI[e].T).to(between).to(compute)
+        out.index_add_(0, token, y * weights[token, slot].to(compute).unsqueeze(1))
+    return out
+
+
+def check_layer(
+    result: Tensor,
+    hidden: Tensor,
+    w13: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    ids: Tensor,
+    weights: Tensor,
+    activation: str = "silu",
+) -> None:
+    """Hold a layer's result against the float64 layer, and against the same with its activations quantised.
+
+    The first shows that it is the right function, the second leaves no room for a fault as small as the format's own error.
+    """
+    assert result.dtype == hidden.dtype
+    between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+    arguments = (hidden, w13, w2, ids, weights, activation)
+    independent = compose_layer(*arguments, torch.float32, between).to(hidden.dtype)
+    exact = reference.moe_ffn(hidden, dense(w13), dense(w2), ids, weights, activation=activation)
+    assert_within_budget(result, exact, independent, "moe_ffn")
+    contract = compose_layer(*arguments, torch.float64, torch.float64)
+    assert_within_budget(result, contract, independent, "moe_ffn on quantised activations")

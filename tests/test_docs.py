@@ -1,0 +1,54 @@
+"""The documents: their Python runs, their links lead somewhere, and their table of files is the package's."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+names = pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+
+
+def python_blocks(text: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
+
+
+def dead_links(document: Path) -> list[str]:
+    targets = re.findall(r"\]\(([^)#\s]+)(?:#[^)\s]*)?\)", document.read_text(encoding="utf-8"))
+    return [target for target in targets if "://" not in target and not (document.parent / target).exists()]
+
+
+def undocumented(readme: str, package: Path) -> set[str]:
+    """Modules missing from the README's table of files, and rows of that table without a file."""
+    rows = set(re.findall(r"^\| `([\w/]+(?:\.py|/))` \|", readme, flags=re.MULTILINE))
+    files = {path.name for path in package.glob("*.py")} | {f"{path.parent.name}/" for path in package.glob("*/*")}
+    return rows ^ (files - {"__init__.py", "__main__.py", "__pycache__/"})
+
+
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if python_blocks(path.read_text(encoding="utf-8"))])
+def test_python_blocks_run(document: Path):
+    """All blocks of a document run in order, in one namespace, as a reader would paste them."""
+    namespace: dict[str, object] = {}
+    for block in python_blocks(document.read_text(encoding="utf-8")):
+        exec(compile(block, str(document), "exec"), namespace)
+
+
+@names
+def test_links_lead_somewhere(document: Path):
+    assert dead_links(document) == []
+
+
+def test_readme_lists_every_module():
+    assert undocumented((ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "src" / "lowgmm") == set()
+
+
+def test_the_checks_can_fail(tmp_path: Path):
+    (tmp_path / "a.py").touch()
+    assert undocumented("| `b.py` | what b does |", tmp_path) == {"a.py", "b.py"}
+    document = tmp_path / "a.md"
+    document.write_text("[gone](gone.md#part) [here](a.py) [web](https://example.org)", encoding="utf-8")
+    assert dead_links(document) == ["gone.md"]
+    assert python_blocks("text\n```python\nx = 1\n```\n```sh\nls\n```\n") == ["x = 1\n"]

@@ -1,0 +1,168 @@
+"""gmm on every backend against the fp64 oracle, within the measured budget; INT8 sums to the bit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import CASES, Case
+
+import lowgmm
+from lowgmm import cpu
+from lowgmm.gpu import H200
+from lowgmm.shapes import UnsupportedError
+from lowgmm.testing import check_gmm, make_operands
+from lowgmm.tune import Problem, TileConfig, pick, supports
+
+DTYPES = ("int8", "fp8", "bfloat16", "float16", "float32")
+# Small tiles that reach every branch of the mainloop: both operand orders, both kinds of load, every launch.
+CONFIGS = (
+    "16x32x64-grid-4w2s",
+    "32x16x32-persistent1-4w2s",
+    "16x32x64-swap-persistent2-4w2s",
+    "32x32x64-queue1-4w2s",
+    "16x64x32-swap-queue2-4w2s",
+    "16x32x64-expert-4w2s",
+    "16x64x64-swap-expert-4w2s",
+    "16x32x64-tma-grid-4w2s",
+    "16x32x64-swap-tma-queue1-4w2s",
+    "32x32x32-swap-tma-persistent1-4w2s",
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_cpu(case: Case, dtype: str) -> None:
+    o = case.operands(dtype)
+    for out_dtype in (torch.bfloat16, torch.float32):
+        y = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=out_dtype)
+        check_gmm(y, o)
+        assert not y[int(o.sizes.sum()) :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels(case: Case, dtype: str, device: torch.device) -> None:
+    """Each case runs a different configuration of CONFIGS; together they run all of them on every dtype."""
+    o = case.operands(dtype, device.type)
+    n_size, k_size = o.w.shape[1:]
+    problem = Problem(len(o.sizes), len(o.x), n_size, k_size, o.x.dtype)
+    start = CASES.index(case)
+    config = next(c for c in CONFIGS[start:] + CONFIGS if supports(problem, TileConfig.parse(c), H200) is None)
+    y = lowgmm.gmm(
+        o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32, impl="triton", config=config
+    )
+    check_gmm(y, o, config)
+    assert not y[int(o.sizes.sum()) :].any()
+    if dtype == "int8":
+        host = case.operands(dtype)
+        on_cpu = lowgmm.gmm(host.x, host.weights, host.scales_x, expert_sizes=host.sizes, out_dtype=torch.float32)
+        assert torch.equal(y.cpu(), on_cpu), "INT8 sums exactly and scales in one order: backends agree to the bit"
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_every_launch_gives_the_same_bits(config: str, device: torch.device) -> None:
+    o = make_operands([5, 0, 33, 2], 96, 128, "int8", extra_rows=3, device=device.type)
+    y = lowgmm.gmm(o.x, o.w, expert_sizes=o.sizes, out_dtype=torch.int32, impl="triton", config=config)
+    assert torch.equal(y.double(), replace(o, scales_x=None, scales_w=None).exact())
+
+
+@pytest.mark.parametrize("config", ["16x32x64-swap-queue1-4w2s", "16x32x64-queue2-4w2s"])
+def test_queue_resets_itself(config: str, device: torch.device) -> None:
+    """The ticket counter is back at zero after a launch, so the same schedule can be launched again."""
+    from lowgmm.kernels import grouped_mm as module
+
+    o = make_operands([5, 0, 20], 64, 64, "int8", device=device.type)
+    seen = []
+    original = module.tile_schedule
+
+    def spy(*args: object) -> object:
+        schedule, state = original(*args)
+        seen.append(state)
+        return schedule, state
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "tile_schedule", spy)
+        lowgmm.gmm(o.x, o.w, expert_sizes=o.sizes, out_dtype=torch.int32, impl="triton", config=config)
+    assert seen[0].tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_packed_weights_equal_plain_ones(case: Case) -> None:
+    o = case.operands("int8")
+    packed = cpu.pack(o.weights)
+    assert packed.values is None
+    plain = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32)
+    assert torch.equal(lowgmm.gmm(o.x, packed, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32), plain)
+    check_gmm(plain, o)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("impl", ["auto", "triton", "reference"])
+def test_dynamic_quantisation_is_quantize_tokens(format: str, impl: str, device: torch.device) -> None:
+    where = device if impl == "triton" else torch.device("cpu")
+    x, sizes = torch.randn(9, 64, device=where), torch.tensor([4, 5], device=where)
+    x[2, 7] = 50.0
+    q = lowgmm.quantize(torch.randn(2, 32, 64, device=where), format)
+    for clip in (None, 3.0):
+        xq, scales = lowgmm.quantize_tokens(x, format, clip, impl=impl)
+        apart = lowgmm.gmm(xq, q, scales, expert_sizes=sizes, out_dtype=torch.float32, impl=impl)
+        inside = lowgmm.gmm(x, q, expert_sizes=sizes, clip=clip, impl=impl)
+        assert torch.equal(apart, inside)
+
+
+def test_int8_sums_do_not_overflow_or_round() -> None:
+    """The largest sum of one sign at K=4096 needs 26 bits: FP32 accumulation would round it."""
+    x = torch.full((2, 4096), 127, dtype=torch.int8)
+    w = torch.full((1, 16, 4096), 127, dtype=torch.int8)
+    x[1, 0] = 126
+    y = lowgmm.gmm(x, w, expert_sizes=torch.tensor([2]), out_dtype=torch.int32)
+    assert y[:, 0].tolist() == [127 * 127 * 4096, 127 * 127 * 4096 - 127]
+
+
+@pytest.mark.parametrize("impl", ["auto", "triton"])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_bias(impl: str, format: str, device: torch.device) -> None:
+    o = make_operands([3, 0, 6], 40, 64, format, extra_rows=2, device=device.type)
+    bias = torch.randn(3, 40, device=device)
+    y = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, bias=bias, out_dtype=torch.float32, impl=impl)
+    plain = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32, impl=impl)
+    expected = plain.clone()
+    expected[:3] += bias[0]
+    expected[3:9] += bias[2]
+    assert torch.equal(y, expected)
+    if format == "int8":
+        packed = cpu.pack(make_operands([3, 0, 6], 40, 64, format, extra_rows=2).weights)
+        args = (o.x.cpu(), packed, None if o.scales_x is None else o.scales_x.cpu())
+        z = lowgmm.gmm(*args, expert_sizes=o.sizes.cpu(), bias=bias.cpu(), out_dtype=torch.float32)
+        assert torch.equal(z, expected.cpu())
+
+
+def test_explicit_requests_do_not_fall_back() -> None:
+    o = make_operands([4], 32, 64, "int8")
+    kwargs = {"expert_sizes": o.sizes, "out_dtype": torch.float32}
+    with pytest.raises(UnsupportedError, match="config chooses a GPU tile"):
+        lowgmm.gmm(o.x, o.weights, o.scales_x, config="16x32x64-grid-4w2s", **kwargs)
+    with pytest.raises(UnsupportedError, match="impl 'cuda' is not one of"):
+        lowgmm.gmm(o.x, o.weights, o.scales_x, impl="cuda", **kwargs)
+    with pytest.raises(UnsupportedError, match="not a tile configuration"):
+        lowgmm.gmm(o.x, o.weights, o.scales_x, impl="triton", config="huge", **kwargs)
+    with pytest.raises(UnsupportedError, match="powers of two"):
+        lowgmm.gmm(o.x, o.weights, o.scales_x, impl="triton", config="24x32x64-grid-4w2s", **kwargs)
+    odd = make_operands([4], 32, 100, "int8")
+    with pytest.raises(UnsupportedError, match="TMA needs rows that are a multiple of 16 bytes"):
+        lowgmm.gmm(
+            odd.x, odd.weights, odd.scales_x, expert_sizes=o.sizes, impl="triton", config="16x32x64-tma-grid-4w2s"
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 100, 4096])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", [(33, 100), (2048, 4096), (5760, 2880)])
+@pytest.mark.parametrize("shared_memory", [H200.shared_memory, 166_912, 101_376, 65_536])
+def test_pick_always_fits(rows: int, dtype: torch.dtype, shape: tuple[int, int], shared_memory: int) -> None:
+    """Whatever is picked runs: on Hopper, and on GPUs with the shared memory of an A100, a consumer card and an MI300."""
+    gpu = replace(H200, shared_memory=shared_memory, capability=(9, 0) if shared_memory == 232_448 else (8, 9))
+    problem = Problem(8, 8 * rows, *shape, dtype)
+    assert supports(problem, pick(problem, gpu), gpu) is None
