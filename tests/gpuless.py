@@ -1,7 +1,7 @@
 """Compile the kernels for a GPU that is not there, and read what came out: shared memory, spills, matrix instructions.
 
-Runs as a program of its own (requests as JSON lines on standard input, reports as JSON lines on standard output), because the tests'
-process has Triton in interpreter mode.
+Runs as a program of its own (requests as JSON lines on standard input, reports as JSON lines on standard output),
+because the tests' process has Triton in interpreter mode.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     element, integer = ELEMENT[problem.dtype], not problem.dtype.is_floating_point
     if target.backend == "hip" and element == "fp8e4nv":
         element = "fp8e4b8"
-    pointers = {n: "*i32" for n in ("tile_expert", "tile_row", "tile_end", "state")}
+    pointers = dict.fromkeys(("tile_expert", "tile_row", "tile_end", "state"), "*i32")
     x, w = f"*{element}", f"*{element}"
     if config.tma:
         x = f"tensordesc<{element}[{config.block_m}, {config.block_k}]>"

@@ -116,8 +116,8 @@ def install() -> None:
     """Repair the interpreter of this process. Calling it again changes nothing."""
     if version(triton.__version__) < (3, 7) and version(np.__version__) >= (2, 4):
         raise RuntimeError(
-            f"Triton {triton.__version__}'s interpreter fails with NumPy {np.__version__} wherever a loop's bound is an "
-            f"argument: install numpy<2.4 or triton>=3.7.1"
+            f"Triton {triton.__version__}'s interpreter cannot loop up to an argument with NumPy {np.__version__}: "
+            f"install numpy<2.4 or triton>=3.7.1"
         )
     builder = interpreter.InterpreterBuilder
     if builder.cast_impl is _cast_impl:

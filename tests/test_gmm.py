@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from cases import CASES, Case
 
 import lowgmm
+from cases import CASES, Case
 from lowgmm import cpu
 from lowgmm.gpu import H200
 from lowgmm.shapes import UnsupportedError
@@ -162,7 +162,8 @@ def test_explicit_requests_do_not_fall_back() -> None:
 @pytest.mark.parametrize("shape", [(33, 100), (2048, 4096), (5760, 2880)])
 @pytest.mark.parametrize("shared_memory", [H200.shared_memory, 166_912, 101_376, 65_536])
 def test_pick_always_fits(rows: int, dtype: torch.dtype, shape: tuple[int, int], shared_memory: int) -> None:
-    """Whatever is picked runs: on Hopper, and on GPUs with the shared memory of an A100, a consumer card and an MI300."""
+    """Whatever is picked runs: on Hopper, and on GPUs with the shared memory of an A100, a consumer card and an
+    MI300."""
     gpu = replace(H200, shared_memory=shared_memory, capability=(9, 0) if shared_memory == 232_448 else (8, 9))
     problem = Problem(8, 8 * rows, *shape, dtype)
     assert supports(problem, pick(problem, gpu), gpu) is None

@@ -33,14 +33,18 @@ def gmm(
     ``Y[m, n] = (Σ_k X[m, k] · W[e, n, k]) · scales_w[e, n] · scales_x[m] + bias[e, n]`` for the rows
     ``offsets[e] <= m < offsets[e + 1]`` of expert e. Rows behind the last expert are exactly zero.
 
-    Precision: INT8 products are summed exactly in INT32 over all of K (K · 127² < 2³¹, so K up to 133 000), then converted once;
-    FP8 and 16-bit products are summed in FP32, on Hopper with FP8 partial sums promoted to FP32 every 128 of K. The two scales are
-    applied in the order above, in FP32.
+    Precision: INT8 products are summed exactly in INT32 over all of K (K · 127² < 2³¹, so K up to 133 000), then
+    converted once;
+    FP8 and 16-bit products are summed in FP32, on Hopper with FP8 partial sums promoted to FP32 every 128 of K. The two
+    scales are applied in the order above, in FP32.
 
     Args:
-        input: [M, K] rows sorted by expert. int8 or float8_e4m3fn with ``scales_x``; or bfloat16, float16, float32: multiplied as
-            it is when the weights are of the same dtype, quantised per token by this call when the weights are quantised.
-        weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`, which
+        input: [M, K] rows sorted by expert. int8 or float8_e4m3fn with ``scales_x``; or bfloat16, float16, float32:
+        multiplied as
+            it is when the weights are of the same dtype, quantised per token by this call when the weights are
+            quantised.
+        weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`,
+        which
             brings its ``scales_w``.
         scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
         scales_w: [E, N] (or [E, N, 1]) float scale per output channel; None means 1.
@@ -48,7 +52,8 @@ def gmm(
         expert_sizes: [E] rows of each expert. Either is enough; given both, they must agree.
         output: [M, N] tensor to write into and return; must not overlap an operand.
         bias: [E, N] float, added after the scales.
-        out_dtype: dtype of the result; default: ``output``'s, a float input's own, else bfloat16. ``torch.int32`` returns the raw
+        out_dtype: dtype of the result; default: ``output``'s, a float input's own, else bfloat16. ``torch.int32``
+        returns the raw
             accumulators of int8 operands (no scales, no bias).
         clip: threshold for outlier tokens when a float input is quantised, see :func:`quantize_tokens`.
         config: a :class:`lowgmm.tune.TileConfig` (or its string) to force on a GPU; default: ``tune.pick`` chooses.
@@ -58,11 +63,12 @@ def gmm(
         [M, N] on the input's device.
 
     Raises:
-        ShapeError, DtypeError, DeviceError: an argument contradicts another; the message names it, what was expected and what came.
+        ShapeError, DtypeError, DeviceError: an argument contradicts another; the message names it, what was expected
+        and what came.
         UnsupportedError: an explicit request this machine cannot fulfil.
 
-    On a GPU the contents of offsets and sizes are not read back; set ``LOWGMM_DEBUG=1`` to have them checked. Inference only: no
-    gradient is defined.
+    On a GPU the contents of offsets and sizes are not read back; set ``LOWGMM_DEBUG=1`` to have them checked. Inference
+    only: no gradient is defined.
 
     >>> import torch, lowgmm
     >>> x, w = torch.randn(6, 64), torch.randn(3, 32, 64)
@@ -71,11 +77,14 @@ def gmm(
     >>> y.shape, bool((y - exact).norm() / exact.norm() < 0.02)
     (torch.Size([6, 32]), True)
     """
-    operands = [weights]
     if isinstance(weights, QuantTensor):
         if scales_w is not None:
-            raise ShapeError("gmm: argument 'scales_w' was given, but weights is a QuantTensor, which brings its own: pass None.")
+            raise ShapeError(
+                "gmm: argument 'scales_w' was given, but weights is a QuantTensor, which brings its own: pass None."
+            )
         operands, scales_w = weights.operands, weights.scales
+    else:
+        operands = [weights]
     offsets = _offsets(expert_offsets, expert_sizes)
     tile = None if config is None else str(config)
     if output is not None:
@@ -85,7 +94,9 @@ def gmm(
         return output
     if out_dtype is None:
         out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
-    result: Tensor = torch.ops.lowgmm.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype)
+    result: Tensor = torch.ops.lowgmm.gmm(
+        input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype
+    )
     return result
 
 
@@ -102,7 +113,7 @@ def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
     # Contents are compared where that costs no synchronisation.
     if sizes.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((offsets.diff() == sizes).all()):
         raise ShapeError(
-            f"gmm: expert_sizes {sizes.tolist()} disagree with expert_offsets {offsets.tolist()}, whose differences are "
+            f"gmm: expert_sizes {sizes.tolist()} disagree with expert_offsets {offsets.tolist()}, whose steps are "
             f"{offsets.diff().tolist()}: pass only one of them."
         )
     return offsets
@@ -116,7 +127,8 @@ def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: 
     Args:
         x: [T, K] bfloat16, float16 or float32.
         format: ``"int8"`` (qmax 127) or ``"fp8"`` (e4m3, qmax 448).
-        clip: optional threshold for outlier tokens, in the units of ``x``: larger magnitudes saturate at ``clip``, so one
+        clip: optional threshold for outlier tokens, in the units of ``x``: larger magnitudes saturate at ``clip``, so
+        one
             extreme value does not take the resolution from the rest of its token.
 
         impl: as in :func:`gmm`.
@@ -125,7 +137,8 @@ def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: 
         ``(xq, scales)``: [T, K] in the format's dtype, [T] float32. Round half to even; a zero token has scale 0.
 
     Raises:
-        UnsupportedError: unknown format. DtypeError: ``x`` is not floating point. ShapeError: ``x`` is not 2-D or clip <= 0.
+        UnsupportedError: unknown format. DtypeError: ``x`` is not floating point. ShapeError: ``x`` is not 2-D or clip
+        <= 0.
 
     >>> import torch
     >>> xq, scales = quantize_tokens(torch.tensor([[0.5, -127.0, 2.5, 1.5]]), "int8")
@@ -149,11 +162,12 @@ def moe_ffn(
 ) -> Tensor:
     """The expert layer: route, gather, gate and up GMM, activation, down GMM, weighted sum back in token order.
 
-    ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``x = hidden[t]``, ``e = topk_ids[t, a]``.
+    ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``x = hidden[t]``, ``e =
+    topk_ids[t, a]``.
 
     With quantised weights, each token is quantised before it is gathered (once, however many experts it visits) and the
-    intermediate is quantised again per row. Between the GMMs values are bfloat16 for a bfloat16 ``hidden`` and float32 otherwise:
-    a float16 intermediate could overflow. The sum over experts is float32, in slot order.
+    intermediate is quantised again per row. Between the GMMs values are bfloat16 for a bfloat16 ``hidden`` and float32
+    otherwise: a float16 intermediate could overflow. The sum over experts is float32, in slot order.
 
     Args:
         hidden: [T, H] bfloat16, float16 or float32.
@@ -185,15 +199,17 @@ def moe_ffn(
         topk_ids=(topk_ids, "T A"),
         topk_weights=(topk_weights, "T A"),
     )
-    experts, width, h = w13.shape
-    if tuple(w2.shape) != (experts, n["H"], width // 2) or h != n["H"] or width % 2:
+    experts, width, depth = w13.shape
+    if tuple(w2.shape) != (experts, n["H"], width // 2) or depth != n["H"] or width % 2:
         raise ShapeError(
-            f"moe_ffn: expected w13 [E, 2I, H] and w2 [E, H, I] with H={n['H']}; got w13 {list(w13.shape)}, w2 {list(w2.shape)}."
+            f"moe_ffn: expected w13 [E, 2I, H] and w2 [E, H, I] with H={n['H']}; got w13 {list(w13.shape)}, "
+            f"w2 {list(w2.shape)}."
         )
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
     routing = route(topk_ids, experts)
     gate_up = _gather_gmm(hidden, w13, routing, between, clip, impl)
-    # Unquantised weights are multiplied by an input of their own dtype; fp16 h saturates only here, where the caller's dtype asks.
+    # Unquantised weights are multiplied by an input of their own dtype; fp16 h saturates only here, where the caller's
+    # dtype asks.
     h = activate(gate_up, activation)
     y = gmm(
         h if isinstance(w2, QuantTensor) else h.to(w2.dtype),

@@ -1,11 +1,14 @@
 """The CPU backend: experts in a loop over torch's own matrix products.
 
-INT8 runs in oneDNN with *unsigned* activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of 0.7 ms for
-a 4096² product on an AVX512-VNNI machine, torch 2.13). So activations are stored as x + 128 with zero point 128, which oneDNN
-corrects for exactly. FP8 has no CPU instruction to run on: its weights are widened to FP32 one expert at a time, which is slow.
+INT8 runs in oneDNN with *unsigned* activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of
+0.7 ms for a 4096² product on an AVX512-VNNI machine, torch 2.13). So activations are stored as x + 128 with zero point
+128, which oneDNN corrects for exactly. FP8 has no CPU instruction to run on: its weights are widened to FP32 one expert
+at a time, which is slow.
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,14 +20,16 @@ from lowgmm.shapes import ShapeError, UnsupportedError
 ZERO_POINT = 128
 
 MIN_ROWS = 4
-"""oneDNN reads weights faster with 4 rows than with 1 to 3 (574 against 659 µs, 4096², 2 cores of a Zen 4): small groups are padded."""
+"""oneDNN reads weights faster with 4 rows than with 1 to 3 (574 against 659 µs, 4096², 2 cores of a Zen 4): small
+groups are padded."""
 
 QUANTIZE_ROWS = 64
 """Rows quantised at a time, so that the passes over them stay in the cache."""
 
 
 def pack(q: QuantTensor) -> QuantTensor:
-    """INT8 weights in oneDNN's blocked layout, one tensor (which reads as [K, N]) per expert; the result does not keep ``q.values`` alive.
+    """INT8 weights in oneDNN's blocked layout, one tensor (which reads as [K, N]) per expert; the result does not keep
+    ``q.values`` alive.
 
     >>> import torch
     >>> from lowgmm import quantize
@@ -35,7 +40,9 @@ def pack(q: QuantTensor) -> QuantTensor:
     if q.values is None:
         return q
     if q.format is not INT8 or q.device.type != "cpu":
-        raise UnsupportedError(f"pack: the CPU backend packs int8 weights on the CPU, got {q.format.name} on {q.device}.")
+        raise UnsupportedError(
+            f"pack: the CPU backend packs int8 weights on the CPU, got {q.format.name} on {q.device}."
+        )
     return QuantTensor(None, q.scales, q.format, tuple(torch.ops.onednn.qlinear_prepack(w, None) for w in q.values))
 
 
@@ -53,11 +60,12 @@ def gmm(
     bias: Tensor | None,
     clip: float | None,
 ) -> None:
-    """Fill ``out [M, N]``. ``weights`` is [w [E, N, K]] or E packed tensors; a float ``x`` is quantised if the weights are."""
+    """Fill ``out [M, N]``. ``weights`` is [w [E, N, K]] or E packed tensors; a float ``x`` is quantised if the weights
+    are."""
     bounds = checked_bounds(offsets, x.shape[0])
     if bounds[-1] < x.shape[0]:
         out[bounds[-1] :].zero_()
-    groups = [(e, a, b) for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if b > a]
+    groups = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
     if weights[0].is_mkldnn:
         _gmm_packed(out, x, weights, scales_x, scales_w, groups, bias, clip)
         return
@@ -108,9 +116,8 @@ def _gmm_packed(
     for e, a, b in groups:
         # A group of fewer than MIN_ROWS rows computes its neighbours' rows too and drops them: cheaper than a copy.
         rows = unsigned[a : max(b, a + MIN_ROWS)]
-        y = linear(
-            rows, 1.0, ZERO_POINT, weights[e], channel[e], zeros, None, 1.0, 0, torch.float32, "none", [], ""
-        )[: b - a]
+        y = linear(rows, 1.0, ZERO_POINT, weights[e], channel[e], zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        y = y[: b - a]
         if bias is None:
             torch.mul(y, scales[a:b], out=out[a:b])
         else:
@@ -142,7 +149,7 @@ def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:
     elif bounds[-1] > num_rows:
         problem = f"end at {bounds[-1]}, but input has only {num_rows} rows"
     else:
-        falls = next((e for e, (a, b) in enumerate(zip(bounds, bounds[1:], strict=False)) if b < a), None)
+        falls = next((e for e, (a, b) in enumerate(pairwise(bounds)) if b < a), None)
         if falls is not None:
             problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
     if problem:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowgmm import environment, evaluate, roofline, speed, timing
-from lowgmm.integrations.transformers import MissingDependencyError, register
+from lowgmm.integrations.transformers import FORMATS, MissingDependencyError, register
 from lowgmm.shapes import ShapeError
 
 REFERENCE = "eager"
@@ -106,6 +106,9 @@ def run(options: Options, say: Callable[[str], object] = print) -> dict[str, Any
         failed = [f for n, r in zip(IMPLEMENTATIONS, audit.results, strict=True) for f in failed_bars(n, r, BARS[n])]
         say(accuracy_text(audit))
         say("\n".join(f"FAILED    {f}" for f in failed) or "every accuracy bar holds")
+        sources = {
+            n: _by_source(model, windows, n, say) for n in IMPLEMENTATIONS if any(f.startswith(n) for f in failed)
+        }
         continued = {n: continuation(model, tokenizer, options.prompt, i) for n, i in _all_implementations().items()}
         say(f'\nprompt    "{options.prompt}"')
         say("\n".join(f"{n:<9} {text!r}" for n, text in continued.items()))
@@ -120,6 +123,7 @@ def run(options: Options, say: Callable[[str], object] = print) -> dict[str, Any
         "environment": environment.record(options.device),
         "model": str(options.model or "packaged"),
         "accuracy": dataclasses.asdict(audit),
+        "error_by_source": sources,
         "near_tie": evaluate.NEAR_TIE_TEXT,
         "bars": {n: dataclasses.asdict(b) for n, b in BARS.items()},
         "prompt": options.prompt,
@@ -198,6 +202,18 @@ def held_out(folder: Path, tokenizer: Any, tokens: int, device: torch.device) ->
 def _audited(model: Any, windows: Tensor) -> evaluate.Audit:
     with progress_bar("accuracy", len(windows) * len(_all_implementations())) as step:
         return evaluate.audit(model, windows, list(IMPLEMENTATIONS.values()), reference=REFERENCE, progress=step)
+
+
+def _by_source(model: Any, windows: Tensor, name: str, say: Callable[[str], object]) -> list[dict[str, Any]]:
+    """Say and return what the weights' rounding and the activations' rounding cost by themselves."""
+    format = FORMATS.get(IMPLEMENTATIONS[name])
+    if format is None:
+        return []
+    with progress_bar(f"{name} by source", 3 * len(windows)) as step:
+        found = evaluate.error_by_source(model, windows, format, reference=REFERENCE, progress=step).results
+    for source, r in zip(evaluate.SOURCES, found, strict=True):
+        say(f"{name} {source} only: experts matched {r.experts_matched:.3%}, mean cosine {r.cosine_mean:.6f}")
+    return [dataclasses.asdict(r) for r in found]
 
 
 def _timed(options: Options, say: Callable[[str], object]) -> tuple[roofline.Machine, list[speed.Row], speed.Shape]:

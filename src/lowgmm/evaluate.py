@@ -27,6 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowgmm import dequantize, gmm, quantize, quantize_tokens, route
+from lowgmm.formats import get_format
+from lowgmm.integrations.transformers import check_supported
 from lowgmm.shapes import ShapeError, UnsupportedError
 
 NEAR_TIE = 0.05
@@ -260,3 +263,57 @@ def _fidelity(name: str, s: _Sums, base: float, tokens: int, layers: int, top_k:
         near_ties_among_mismatches=s.ties / (pairs - s.same) if pairs > s.same else math.nan,
         mismatches=pairs - s.same,
     )
+
+
+SOURCES = ("weights", "activations")
+"""What a quantised expert layer rounds."""
+
+
+def error_by_source(
+    model: Any,
+    windows: Tensor,
+    format: str,
+    *,
+    reference: str = "eager",
+    batch: int = 8,
+    progress: Callable[[int], object] | None = None,
+) -> Audit:
+    """The audit with one side rounded at a time: only the experts' weights, then only their activations, to ``format``.
+
+    Everything else is computed in FP32, so the two results say which side costs the accuracy. Arguments as for
+    :func:`audit`, whose results are named ``lowgmm_<format>_weights_only`` and ``lowgmm_<format>_activations_only``.
+
+    Raises:
+        UnsupportedError: unknown format. UnsupportedExpertsError: experts that lowgmm does not compute.
+    """
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    names = []
+    for source in SOURCES:
+        names.append(f"lowgmm_{get_format(format).name}_{source}_only")
+        ALL_EXPERTS_FUNCTIONS.register(names[-1], _one_sided(format, source))
+    return audit(model, windows, names, reference=reference, batch=batch, progress=progress)
+
+
+def _one_sided(format: str, source: str) -> Callable[..., Tensor]:
+    """An experts function in FP32 that rounds the weights, or every GEMM's input, to ``format`` and back."""
+
+    def weights(w: Tensor) -> Tensor:
+        return dequantize(quantize(w.detach(), format)) if source == "weights" else w.detach().float()
+
+    def tokens(x: Tensor) -> Tensor:
+        if source == "weights":
+            return x
+        values, scales = quantize_tokens(x, format)
+        return values.float() * scales.view(-1, 1)
+
+    def forward(module: Any, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        check_supported(module)
+        r = route(topk_ids, module.num_experts)
+        x = tokens(hidden.float())[r.tokens]
+        gate, up = gmm(x, weights(module.gate_up_proj), expert_offsets=r.offsets).chunk(2, -1)
+        h = tokens(module.act_fn(gate) * up)
+        y = gmm(h, weights(module.down_proj), expert_offsets=r.offsets)[r.inverse].view(*topk_ids.shape, -1)
+        return (y * topk_weights.float().unsqueeze(-1)).sum(1).to(hidden.dtype)
+
+    return forward

@@ -14,7 +14,8 @@ from lowgmm.shapes import ShapeError, UnsupportedError
 class QuantFormat:
     """What defines a quantised format.
 
-    The value of an element is ``values * scale``; weights carry one scale per output channel, activations one per token.
+    The value of an element is ``values * scale``; weights carry one scale per output channel, activations one per
+    token.
     """
 
     name: str
@@ -55,11 +56,13 @@ def format_of(dtype: torch.dtype) -> QuantFormat | None:
 
 @dataclass(frozen=True)
 class QuantTensor:
-    """Quantised weights: values, scales and format together. Not a Tensor subclass, so that a stray torch op fails loudly.
+    """Quantised weights: values, scales and format together. Not a Tensor subclass, so that a stray torch op fails
+    loudly.
 
     values  [E, N, K] in the format's dtype, or None once a backend has packed them
     scales  [E, N] float32
-    packed  a backend's own form of ``values`` (E tensors of [K, N]); when it is there, ``values`` is not: one copy is alive
+    packed  a backend's own form of ``values`` (E tensors of [K, N]); when it is there, ``values`` is not: one copy is
+    alive
     """
 
     values: Tensor | None
@@ -88,11 +91,12 @@ class QuantTensor:
     def device(self) -> torch.device:
         return self.scales.device
 
+    def plain(self) -> Tensor:
+        """[E, N, K] values, unpacked into a new tensor if a backend had packed them."""
+        if self.values is not None:
+            return self.values
+        return torch.stack([w.to_dense().T for w in self.packed])
+
     def to(self, device: torch.device | str) -> QuantTensor:
-        """The same weights on ``device``. Packed weights belong to one backend: move them before packing."""
-        if self.values is None:
-            raise UnsupportedError(
-                "QuantTensor.to: these weights were packed for the CPU and their plain form was released. "
-                "Quantise again (lowgmm.quantize) on the target device, or move them before pack()."
-            )
-        return QuantTensor(self.values.to(device), self.scales.to(device), self.format)
+        """The same weights on ``device``, in plain form."""
+        return QuantTensor(self.plain().to(device), self.scales.to(device), self.format)

@@ -42,9 +42,11 @@ H200 = Gpu("NVIDIA H200", (9, 0), sms=132, shared_memory=232_448)
 
 @functools.cache
 def describe(device: torch.device) -> Gpu:
-    """The facts of a CUDA device. A CPU device stands for an H200: that is what Triton's interpreter imitates in tests."""
+    """The facts of a CUDA device. A CPU device stands for an H200: that is what Triton's interpreter imitates in
+    tests."""
     if device.type != "cuda":
         return H200
     p = torch.cuda.get_device_properties(device)
     backend = "hip" if torch.version.hip else "cuda"
-    return Gpu(p.name, (p.major, p.minor), p.multi_processor_count, p.shared_memory_per_block_optin, backend)
+    shared = getattr(p, "shared_memory_per_block_optin", p.shared_memory_per_block)
+    return Gpu(p.name, (p.major, p.minor), p.multi_processor_count, shared, backend)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -9,24 +12,33 @@ from lowgmm.api import moe_ffn
 from lowgmm.formats import INT8, QuantTensor
 from lowgmm.quant import quantize
 
+WEIGHTS = ("w13", "w2")
+
 
 class MoEExperts(nn.Module):
     """The experts of one MoE layer, quantised or not; the router stays outside.
 
     ``forward(hidden [T, H], topk_ids [T, A], topk_weights [T, A]) -> [T, H]``: see :func:`lowgmm.moe_ffn`.
 
-    On a CPU, INT8 weights are packed for oneDNN when the module is built and their plain form is released.
+    On a CPU, INT8 weights live in oneDNN's packed form only: packed when the module is built or moved there, and
+    unpacked for ``state_dict`` and for a move to another device. ``.half()`` and the like leave quantised weights and
+    their scales as they are.
+    Inference only: the weights are not parameters.
 
     >>> import torch, lowgmm
     >>> layer = lowgmm.MoEExperts.from_dense(torch.randn(4, 32, 8), torch.randn(4, 8, 16), "int8")
     >>> layer(torch.randn(3, 8), torch.tensor([[0, 1], [2, 3], [1, 1]]), torch.full((3, 2), 0.5)).shape
     torch.Size([3, 8])
+    >>> sorted(layer.state_dict())
+    ['w13.scales', 'w13.values', 'w2.scales', 'w2.values']
     """
+
+    w13: Tensor | QuantTensor
+    w2: Tensor | QuantTensor
 
     def __init__(self, w13: Tensor | QuantTensor, w2: Tensor | QuantTensor, activation: str = "silu") -> None:
         super().__init__()
-        self.w13 = _packed(w13)
-        self.w2 = _packed(w2)
+        self.w13, self.w2 = _settle(w13), _settle(w2)
         self.activation = activation
 
     @classmethod
@@ -44,8 +56,62 @@ class MoEExperts(nn.Module):
         kind = self.w13.format.name if isinstance(self.w13, QuantTensor) else str(self.w13.dtype).removeprefix("torch.")
         return f"experts={e}, hidden={h}, intermediate={i}, format={kind}, activation={self.activation}"
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEExperts:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for name in WEIGHTS:
+            w = getattr(self, name)
+            if isinstance(w, QuantTensor):
+                # As bytes the values are no floats, so fn moves them but cannot convert an FP8 tensor to another dtype.
+                moved = fn(w.plain().view(torch.uint8)).view(w.format.dtype)
+                w = QuantTensor(moved, w.scales.to(moved.device), w.format)
+            else:
+                w = fn(w)
+            setattr(self, name, _settle(w))
+        return self
 
-def _packed(w: Tensor | QuantTensor) -> Tensor | QuantTensor:
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        for name in WEIGHTS:
+            destination.update({f"{prefix}{name}{part}": t for part, t in _parts(getattr(self, name)).items()})
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        known: set[str] = set()
+        for name in WEIGHTS:
+            w = getattr(self, name)
+            old = {f"{prefix}{name}{part}": t for part, t in _parts(w).items()}
+            known |= old.keys()
+            missing = [key for key in old if key not in state_dict]
+            missing_keys += missing
+            new: list[Tensor] = [state_dict[key] for key in old if key in state_dict]
+            for (key, was), now in zip(old.items(), new, strict=False):
+                if not missing and (now.shape != was.shape or now.dtype != was.dtype):
+                    missing = [key]
+                    error_msgs.append(
+                        f"{key}: expected {list(was.shape)} {was.dtype}, got {list(now.shape)} {now.dtype}."
+                    )
+            if not missing:
+                new = [t.detach().clone().to(was.device) for t, was in zip(new, old.values(), strict=True)]
+                loaded = QuantTensor(new[0], new[1], w.format) if isinstance(w, QuantTensor) else new[0]
+                setattr(self, name, _settle(loaded))
+        if strict:
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+
+
+def _parts(w: Tensor | QuantTensor) -> dict[str, Tensor]:
+    """The tensors of a weight under their names in a state dict."""
+    return {".values": w.plain(), ".scales": w.scales} if isinstance(w, QuantTensor) else {"": w}
+
+
+def _settle(w: Tensor | QuantTensor) -> Tensor | QuantTensor:
+    """A weight in the form its device's backend wants."""
     if isinstance(w, QuantTensor) and w.values is not None and w.format is INT8 and w.device.type == "cpu":
         from lowgmm.cpu import pack
 

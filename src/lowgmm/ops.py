@@ -1,7 +1,7 @@
 """The registered operators: schemas, the one validation, fakes, and which backend runs.
 
-Device dispatch is PyTorch's: a CPU key, a CUDA key and a fake. ``impl`` is the one explicit override. Backends are imported when an
-operator first runs, so importing lowgmm imports neither triton nor a compiler.
+Device dispatch is PyTorch's: a CPU key, a CUDA key and a fake. ``impl`` is the one explicit override. Backends are
+imported when an operator first runs, so importing lowgmm imports neither triton nor a compiler.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from lowgmm.shapes import (
 )
 
 IMPLS = ("auto", "reference", "triton")
-"""auto: the device's backend. reference: the fp64 oracle. triton: the GPU kernels, on a CPU only under TRITON_INTERPRET=1."""
+"""auto: the device's backend. reference: the fp64 oracle. triton: the GPU kernels, on a CPU only under
+TRITON_INTERPRET=1."""
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -38,7 +39,8 @@ library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
 
 
-# ---- validation ------------------------------------------------------------------------------------------------------------------
+# ---- validation
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def check_gmm(
@@ -68,11 +70,20 @@ def check_gmm(
         output=(output, "M N"),
     )
     if packed and (len(weights) != offsets.shape[0] - 1 or sizes.get("E", len(weights)) != len(weights)):
-        raise ShapeError(f"gmm: {len(weights)} packed experts need expert_offsets [{len(weights) + 1}], got {list(offsets.shape)}.")
+        raise ShapeError(
+            f"gmm: {len(weights)} packed experts need expert_offsets [{len(weights) + 1}], got {list(offsets.shape)}."
+        )
     if sizes["K"] == 0 or offsets.shape[0] < 2:
         raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={offsets.shape[0] - 1}.")
     check_device(
-        "gmm", input=x, weights=weights[0], scales_x=scales_x, scales_w=scales_w, expert_offsets=offsets, bias=bias, output=output
+        "gmm",
+        input=x,
+        weights=weights[0],
+        scales_x=scales_x,
+        scales_w=scales_w,
+        expert_offsets=offsets,
+        bias=bias,
+        output=output,
     )
     _check_gmm_dtypes(x, weights[0], scales_x, scales_w, offsets, bias, clip, out_dtype)
     if impl not in IMPLS:
@@ -103,13 +114,15 @@ def _check_gmm_dtypes(
     if fmt is None:
         check_dtype("gmm", "input", x, (w.dtype,), "Unquantised weights need an input of their own dtype.")
         if scales_x is not None or scales_w is not None:
-            raise DtypeError(f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None.")
+            raise DtypeError(
+                f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None."
+            )
     else:
         hint = f"With {fmt.name} weights the input is {fmt.name}, or floating point to be quantised here."
         check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
         if x.dtype in FLOATS and scales_x is not None:
             raise DtypeError(
-                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, which is quantised per token by this call: pass "
+                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, which this call quantises per token: pass "
                 f"scales_x=None, or quantise first with lowgmm.quantize_tokens."
             )
     dynamic = fmt is not None and x.dtype in FLOATS
@@ -119,20 +132,22 @@ def _check_gmm_dtypes(
     accepted = (*FLOATS, torch.int32) if raw else FLOATS
     if out_dtype not in accepted:
         raise DtypeError(
-            f"gmm: out_dtype is {out_dtype}, expected bfloat16, float16 or float32 (int32, the raw accumulators, only for int8 "
+            f"gmm: out_dtype is {out_dtype}, expected bfloat16, float16 or float32 (int32, the raw sums, only for int8 "
             f"operands without scales and bias)."
         )
 
 
 def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
-    """With LOWGMM_DEBUG=1, read device offsets back and check their contents. Costs a synchronisation, so it is off otherwise."""
+    """With LOWGMM_DEBUG=1, read device offsets back and check their contents. Costs a synchronisation, so it is off
+    otherwise."""
     if os.environ.get("LOWGMM_DEBUG", "0") not in ("", "0"):
         from lowgmm.cpu import checked_bounds
 
         checked_bounds(offsets, num_rows)
 
 
-# ---- gmm -------------------------------------------------------------------------------------------------------------------------
+# ---- gmm
+# -------------------------------------------------------------------------------------------------------------------------
 
 
 def _gmm_into(
@@ -159,7 +174,9 @@ def _gmm_into(
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
     if impl == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        raise UnsupportedError("gmm: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import.")
+        raise UnsupportedError(
+            "gmm: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
+        )
     if impl == "cpu":
         from lowgmm import cpu
 
@@ -240,7 +257,8 @@ def _gmm_out(
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
 
 
-# ---- quantize_tokens -------------------------------------------------------------------------------------------------------------
+# ---- quantize_tokens
+# -------------------------------------------------------------------------------------------------------------
 
 
 def check_tokens(x: Tensor, clip: float | None) -> None:

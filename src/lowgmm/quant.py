@@ -3,8 +3,9 @@
     scale = min(absmax, clip) / qmax                                      float32
     q     = clamp(round_half_even(x · (qmax / min(absmax, clip))), ±qmax)
 
-The multiplication by one reciprocal per row (rather than a division per element) is part of the definition, because a fused
-kernel affords nothing else. A zero row has scale 0 and exact zeros; a row that holds a NaN gets scale NaN, so the output row is
+The multiplication by one reciprocal per row (rather than a division per element) is part of the definition, because a
+fused kernel affords nothing else. A zero row has scale 0 and exact zeros; a row that holds a NaN gets scale NaN, so the
+output row is
 NaN too and no other row is touched.
 """
 
@@ -17,7 +18,8 @@ from lowgmm.formats import FLOATS, QuantFormat, QuantTensor, get_format
 from lowgmm.shapes import ShapeError, check_dtype
 
 SMALLEST_ABSMAX = 2.0**-100
-"""Below this a row's reciprocal would overflow float32; such a row quantises to zeros (its absolute error is below 1e-30)."""
+"""Below this a row's reciprocal would overflow float32; such a row quantises to zeros (its absolute error is below
+1e-30)."""
 
 
 def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tuple[Tensor, Tensor]:
@@ -53,8 +55,8 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
         format: ``"int8"`` or ``"fp8"``.
 
     Returns:
-        A :class:`QuantTensor` with values [E, N, K] (K contiguous) and scales [E, N] float32. Weights are converted one expert at
-        a time, so the float32 working copy is one expert's.
+        A :class:`QuantTensor` with values [E, N, K] (K contiguous) and scales [E, N] float32. Weights are converted one
+        expert at a time, so the float32 working copy is one expert's.
 
     Raises:
         UnsupportedError: unknown format. DtypeError: ``w`` is not floating point. ShapeError: ``w`` is not 2-D or 3-D.
@@ -85,6 +87,4 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     >>> bool((dequantize(quantize(w, "int8")) - w).abs().max() <= 2.0 / 127 / 2)
     True
     """
-    if q.values is None:
-        raise ShapeError("dequantize: the weights were packed for a backend; their plain values were released.")
-    return (q.values.float() * q.scales.unsqueeze(-1)).to(dtype)
+    return (q.plain().float() * q.scales.unsqueeze(-1)).to(dtype)

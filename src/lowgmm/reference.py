@@ -1,7 +1,7 @@
 """The oracle: plain loops over experts in float64, on any device, with no kernels and no clever layout.
 
-It takes the *dequantised* operands' exact values, so what it measures is a kernel's own error. It rounds only where the numerics
-contract rounds.
+It takes the *dequantised* operands' exact values, so what it measures is a kernel's own error. It rounds only where the
+numerics contract rounds.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ def gmm(
     Shapes as :func:`lowgmm.gmm`. Rows that belong to no expert are zero. The integer sum is exact: |Σ| < 2^53.
 
     >>> import torch
-    >>> gmm(torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]]), expert_sizes=torch.tensor([1, 2])).flatten().tolist()
+    >>> gmm(torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]]), expert_sizes=torch.tensor([1,
+    2])).flatten().tolist()
     [2.0, 4.0, 4.0]
     """
     if isinstance(weights, QuantTensor):
-        assert weights.values is not None, "the oracle needs the plain values"
-        weights, scales_w = weights.values, weights.scales
+        scales_w = weights.scales
+        weights = weights.plain()
     num_rows, num_experts = input.shape[0], weights.shape[0]
     bounds = _bounds(expert_offsets, expert_sizes)
     out = torch.zeros(num_rows, weights.shape[1], dtype=torch.float64, device=input.device)
@@ -84,7 +85,8 @@ def moe_ffn(
 
     ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``e = topk_ids[t, a]``.
 
-    hidden [T, H], w13 [E, 2I, H] (gate rows first), w2 [E, H, I], topk_ids and topk_weights [T, A]; returns [T, H] float64.
+    hidden [T, H], w13 [E, 2I, H] (gate rows first), w2 [E, H, I], topk_ids and topk_weights [T, A]; returns [T, H]
+    float64.
     Ids outside [0, E) contribute nothing.
 
     >>> import torch

@@ -14,8 +14,8 @@ from lowgmm.shapes import ShapeError, check_dtype
 class Routing:
     """Where every (token, slot) pair went. Slot ``r = t·A + a`` is token ``t``'s ``a``-th expert.
 
-    A slot whose id is outside ``[0, E)`` (−1, or another rank's expert) is sorted behind all experts: it belongs to no expert
-    and contributes nothing. Several slots of one token may name the same expert; each counts.
+    A slot whose id is outside ``[0, E)`` (−1, or another rank's expert) is sorted behind all experts: it belongs to no
+    expert and contributes nothing. Several slots of one token may name the same expert; each counts.
     """
 
     order: Tensor
@@ -98,8 +98,8 @@ def tile_schedule(offsets: Tensor, num_rows: int, block_m: int) -> TileSchedule:
     """Cut every expert's rows into tiles: ``ceil(size / block_m)`` each, in expert order.
 
     The definition of a schedule in torch; the GPU builds the same one in a single kernel (``kernels/route.py``).
-    Offsets are clamped to ``[0, num_rows]``, so that bad device-side offsets can give wrong rows but never an access outside the
-    tensors.
+    Offsets are clamped to ``[0, num_rows]``, so that bad device-side offsets can give wrong rows but never an access
+    outside the tensors.
 
     >>> import torch
     >>> s = tile_schedule(torch.tensor([0, 5, 5, 8]), num_rows=9, block_m=4)

@@ -38,8 +38,9 @@ def bind(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
     """Match shapes against letters and return the size of every letter.
 
     ``bind("gmm", input=(x, "M K"), weights=(w, "E N K"))`` returns ``{"M": …, "K": …, "E": …, "N": …}`` or raises
-    :class:`ShapeError` with every argument's expected letters and actual shape. A token may be a letter or ``E+1``; a trailing
-    ``1?`` stands for an optional axis of size 1 (a scale kept with ``keepdim=True``). ``None`` arguments are skipped.
+    :class:`ShapeError` with every argument's expected letters and actual shape. A token may be a letter or ``E+1``; a
+    trailing ``1?`` stands for an optional axis of size 1 (a scale kept with ``keepdim=True``). ``None`` arguments are
+    skipped.
 
     >>> import torch
     >>> bind("gmm", input=(torch.empty(5, 8), "M K"), weights=(torch.empty(2, 3, 8), "E N K"))
@@ -75,7 +76,8 @@ def _fail(
 ) -> None:
     lines = [f"{op}: argument '{name}' {problem}."]
     lines += [
-        f"  {n}: expected [{', '.join(x for x in spec if x != '1?')}], got {list(t.shape)}" for n, (t, spec) in given.items()
+        f"  {n}: expected [{', '.join(x for x in spec if x != '1?')}], got {list(t.shape)}"
+        for n, (t, spec) in given.items()
     ]
     known = ", ".join(f"{k}={v}" for k, v in sizes.items())
     lines.append(f"  sizes taken from the arguments so far: {known or 'none'}")
@@ -115,12 +117,12 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
         b0, b1 = _byte_span(tensor)
         if a0 < b1 and b0 < a1:
             raise ShapeError(
-                f"{op}: 'output' overlaps '{name}' in memory; the result would overwrite an operand that is still read. "
+                f"{op}: 'output' overlaps '{name}' in memory; the result would overwrite an operand still in use. "
                 f"Pass a separate tensor (torch.empty_like) or leave 'output' out."
             )
 
 
 def _byte_span(t: Tensor) -> tuple[int, int]:
-    first = t.storage_offset()
-    last = first + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    first = int(t.storage_offset())
+    last = first + int(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
     return first * t.element_size(), (last + 1) * t.element_size()

@@ -1,8 +1,9 @@
-"""Check a grouped matmul honestly: inputs with awkward sizes, a measured error budget, and mutants the budget must reject.
+"""Check a grouped matmul honestly: inputs with awkward sizes, a measured error budget, and mutants the budget must
+reject.
 
-A tolerance is never a literal. A result may be as wrong as twice an *independent* low-precision computation of the same thing,
-plus 2⁻⁹ of the reference's scale; both for the worst element and for every 64×64 tile's RMS, so that neither one bad element
-nor one bad tile can hide in a large tensor.
+A tolerance is never a literal. A result may be as wrong as twice an *independent* low-precision computation of the same
+thing, plus 2⁻⁹ of the reference's scale; both for the worst element and for every 64×64 tile's RMS, so that neither one
+bad element nor one bad tile can hide in a large tensor.
 """
 
 from __future__ import annotations
@@ -47,11 +48,14 @@ class Operands:
         return reference.gmm(self.x, self.w, self.scales_x, self.scales_w, expert_sizes=self.sizes)
 
     def baseline(self, dtype: torch.dtype) -> Tensor:
-        """An independent low-precision computation: dequantise, multiply in fp32 expert by expert, round to ``dtype``."""
+        """An independent low-precision computation: dequantise, multiply in fp32 expert by expert, round to
+        ``dtype``."""
         x = self.x.float() if self.scales_x is None else self.x.float() * self.scales_x[:, None]
         w = self.w.float() if self.scales_w is None else self.w.float() * self.scales_w[:, :, None]
         groups = x[: int(self.sizes.sum())].split(self.sizes.tolist())
-        y = torch.cat([g @ w[e].T for e, g in enumerate(groups)] + [x.new_zeros(len(x) - int(self.sizes.sum()), w.shape[1])])
+        y = torch.cat(
+            [g @ w[e].T for e, g in enumerate(groups)] + [x.new_zeros(len(x) - int(self.sizes.sum()), w.shape[1])]
+        )
         return y.to(dtype)
 
 
@@ -137,9 +141,11 @@ def _tile_rms(t: Tensor) -> Tensor:
 
     def sums(v: Tensor) -> Tensor:
         v = torch.nn.functional.pad(v, (0, columns, 0, rows))
-        return v.unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE)).sum((1, 3))
+        v = v.unflatten(0, (-1, TILE)).unflatten(2, (-1, TILE))
+        return v.sum((1, 3))
 
-    return (sums(t.square()) / sums(torch.ones_like(t))).sqrt()
+    mean_square: Tensor = sums(t.square()) / sums(torch.ones_like(t))
+    return mean_square.sqrt()
 
 
 def _zero_tile(y: Tensor, _: Operands) -> Tensor:

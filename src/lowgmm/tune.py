@@ -13,7 +13,8 @@ from lowgmm.gpu import Gpu
 from lowgmm.shapes import UnsupportedError
 
 LAUNCHES = ("grid", "persistent", "queue", "expert")
-"""One program per tile; a static stride over tiles; tickets from an atomic counter; one program per expert (the article's first)."""
+"""One program per tile; a static stride over tiles; tickets from an atomic counter; one program per expert (the
+article's first)."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +39,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class TileConfig:
-    """One way to run the mainloop. ``str(config)`` and :meth:`parse` are inverse, so a configuration can cross an op schema.
+    """One way to run the mainloop. ``str(config)`` and :meth:`parse` are inverse, so a configuration can cross an op
+    schema.
 
-    >>> str(TileConfig(16, 128, 256, swap_ab=True, tma=True, launch="persistent", programs_per_sm=2, num_warps=4, num_stages=4))
+    >>> str(TileConfig(16, 128, 256, swap_ab=True, tma=True, launch="persistent", programs_per_sm=2, num_stages=4))
     '16x128x256-swap-tma-persistent2-4w4s'
     >>> TileConfig.parse("64x64x128-grid-4w3s").block_n
     64
@@ -86,7 +88,8 @@ class TileConfig:
 
 
 def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
-    """None if ``config`` can run ``problem`` on ``gpu``, else the reason it cannot. The one statement of every constraint."""
+    """None if ``config`` can run ``problem`` on ``gpu``, else the reason it cannot. The one statement of every
+    constraint."""
     if (why := gpu.lacks(format_of(problem.dtype))) is not None:
         return why
     blocks = (config.block_m, config.block_n, config.block_k)
@@ -111,9 +114,9 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
 def pick(problem: Problem, gpu: Gpu) -> TileConfig:
     """The configuration used when none is asked for: by rows per expert, then made to fit the GPU.
 
-    The tiles come from a study on an H200 (Triton 3.6): with up to 64 rows per expert the weights go on the M side, because
-    Hopper's matrix instruction has 64 rows there and the tokens would waste them; from 128 rows on, 128x256 with 8 warps is the
-    fastest shape.
+    The tiles come from a study on an H200 (Triton 3.6): with up to 64 rows per expert the weights go on the M side,
+    because Hopper's matrix instruction has 64 rows there and the tokens would waste them; from 128 rows on, 128x256
+    with 8 warps is the fastest shape.
     """
     rows, size = problem.rows_per_expert, problem.element_size
     if problem.dtype == torch.float32:
@@ -126,7 +129,8 @@ def pick(problem: Problem, gpu: Gpu) -> TileConfig:
     elif rows <= 96:
         config = TileConfig(64, 128, 128 // size, True, True, "persistent", 2, 4, 4)
     elif problem.dtype == torch.float8_e4m3fn:
-        # Promoting FP8 sums needs a second accumulator in registers: 128x256 would spill (70 local accesses, Triton 3.7).
+        # Promoting FP8 sums needs a second accumulator in registers: 128x256 would spill (70 local accesses, Triton
+        # 3.7).
         config = TileConfig(128, 128, 128, False, True, "persistent", 1, 8, 4)
     else:
         config = TileConfig(128, 256, 128 // size, False, True, "persistent", 1, 8, 3)

@@ -12,8 +12,8 @@
 | `lowgmm_fp8`  | FP8 e4m3, one scale per output channel | FP8 e4m3, one scale per token |
 
 Nothing else of the model changes. Weights are quantised at the first forward pass and kept until the module goes away
-or its weights change; the model's own tensors stay as they are. For inference: gradients do not pass through, and a model in
-training mode is refused. Needs transformers >= 5.17.
+or its weights change; the model's own tensors stay as they are. For inference: gradients do not pass through, and a
+model in training mode is refused. Needs transformers >= 5.17.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ def one_tile(
     SCALED_W: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Rows behind the last expert come as expert E: they run on expert E-1's weights (one code path, no branch that would break
-    the loop nest's pipelining) and are stored as zeros."""
+    """Rows behind the last expert come as expert E: they run on expert E-1's weights (one code path, no branch that
+    would break the loop nest's pipelining) and are stored as zeros."""
     live = expert < E
     expert = tl.minimum(expert, E - 1)
     acc = accumulate(
@@ -97,14 +97,17 @@ def grouped_mm_kernel(
     SCALED_W: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Tile number = row_tile · tiles_n + n_tile, so that the N tiles of one row tile run together and share its rows in L2.
+    """Tile number = row_tile · tiles_n + n_tile, so that the N tiles of one row tile run together and share its rows in
+    L2.
 
     GRID        grid (max_row_tiles · tiles_n,): a tile each at most.
     PERSISTENT  grid (programs,): tile numbers in a fixed stride.
-    QUEUE       grid (programs,): tile numbers from an atomic ticket; a program takes its next ticket before it computes, so the
-                atomic's latency is hidden. Every program draws exactly one ticket too many, and the last of those resets the
-                counter: no memset between launches, and CUDA graphs can replay.
-    EXPERT      grid (E+1,): program e walks all tiles of expert e. The article's first version; it shows what balancing is worth.
+    QUEUE       grid (programs,): tile numbers from an atomic ticket; a program takes its next ticket before it
+    computes, so the
+                atomic's latency is hidden. Every program draws exactly one ticket too many, and the last of those
+                resets the counter: no memset between launches, and CUDA graphs can replay.
+    EXPERT      grid (E+1,): program e walks all tiles of expert e. The article's first version; it shows what balancing
+    is worth.
     """
     pid = tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
@@ -147,7 +150,8 @@ def grouped_mm_kernel(
 
 
 PROMOTE_EVERY = 128
-"""K between promotions of an FP8 accumulator to FP32: the numerics contract's, and the block size of FP8 checkpoints."""
+"""K between promotions of an FP8 accumulator to FP32: the numerics contract's, and the block size of FP8
+checkpoints."""
 
 
 def grouped_mm(
@@ -160,7 +164,8 @@ def grouped_mm(
     bias: Tensor | None,
     config: TileConfig | None = None,
 ) -> None:
-    """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups. Operands have one dtype and unit stride along K; everything is on one device."""
+    """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups. Operands have one dtype and unit stride along K; everything is
+    on one device."""
     (num_rows, k_size), (num_experts, n_size) = x.shape, w.shape[:2]
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
     gpu, problem = describe(x.device), Problem(num_experts, num_rows, n_size, k_size, x.dtype)

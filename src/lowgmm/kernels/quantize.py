@@ -46,8 +46,8 @@ def quantize_tokens_kernel(
         v = tl.where(v != v, 0.0, v)
         v = tl.minimum(tl.maximum(v, -QMAX), QMAX)
         if INTEGER:
-            # Adding and taking away 1.5·2^23 rounds half to even. Launched without fused multiply-add, which would skip the
-            # product's own rounding and differ from torch on ties.
+            # Adding and taking away 1.5·2^23 rounds half to even. Launched without fused multiply-add, which would skip
+            # the product's own rounding and differ from torch on ties.
             v = (v + 12582912.0) - 12582912.0
         tl.store(q + t * K + start + k, v.to(q.dtype.element_ty), mask=start + k < K)
 

@@ -24,7 +24,8 @@ def tile_schedule_kernel(
     GROUPS: tl.constexpr,  # power of two > E
     CHUNK: tl.constexpr,
 ):
-    """Grid (E+1,): program g writes the tiles of group g; group E is the rows behind the last expert, and writes the padding."""
+    """Grid (E+1,): program g writes the tiles of group g; group E is the rows behind the last expert, and writes the
+    padding."""
     g = tl.program_id(0)
     i = tl.arange(0, GROUPS)
     start = tl.minimum(tl.maximum(tl.load(offsets + i, mask=i <= E, other=0), 0), M)
@@ -53,7 +54,8 @@ def tile_schedule_kernel(
 
 
 def tile_schedule(offsets: Tensor, num_rows: int, block_m: int) -> tuple[TileSchedule, Tensor]:
-    """The schedule of :func:`lowgmm.routing.tile_schedule`, and the launch state it shares with the queue: (count, ticket)."""
+    """The schedule of :func:`lowgmm.routing.tile_schedule`, and the launch state it shares with the queue: (count,
+    ticket)."""
     num_experts = offsets.numel() - 1
     bound = max_row_tiles(num_rows, num_experts, block_m)
     table = torch.empty((3, bound), dtype=torch.int32, device=offsets.device)

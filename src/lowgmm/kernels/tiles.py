@@ -29,9 +29,11 @@ def accumulate(
     ACC: tl.constexpr,
     PROMOTE: tl.constexpr,
 ):
-    """Σ_k X[rows, k]·W[expert, columns, k]: [BM, BN], or with SWAP its transpose [BN, BM]. Rows and columns outside hold rubbish.
+    """Σ_k X[rows, k]·W[expert, columns, k]: [BM, BN], or with SWAP its transpose [BN, BM]. Rows and columns outside
+    hold rubbish.
 
-    SWAP puts the weights on the matrix instruction's M side. PROMOTE > 0 moves a float accumulator to full FP32 registers every
+    SWAP puts the weights on the matrix instruction's M side. PROMOTE > 0 moves a float accumulator to full FP32
+    registers every
     PROMOTE of K: Hopper's FP8 tensor cores keep about 14 bits in theirs.
     """
     if SWAP:
@@ -41,7 +43,8 @@ def accumulate(
     rk = tl.arange(0, BK)
     rm = row + tl.arange(0, BM)
     rn = n_tile * BN + tl.arange(0, BN)
-    # Rows and columns past the edge re-read the tile's first one: no mask in the loop, and no access outside the tensors.
+    # Rows and columns past the edge re-read the tile's first one: no mask in the loop, and no access outside the
+    # tensors.
     rm = tl.where(rm < end, rm, row).to(tl.int64)
     rn = tl.where(rn < N, rn, 0).to(tl.int64)
     w_row = expert * N + n_tile * BN
@@ -87,7 +90,8 @@ def store(
     SCALED_W: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Y = acc · scales_w · scales_x + bias, in this order in every backend; rows that belong to no expert (not live) are zero."""
+    """Y = acc · scales_w · scales_x + bias, in this order in every backend; rows that belong to no expert (not live)
+    are zero."""
     rm = row + tl.arange(0, BM)
     rn = n_tile * BN + tl.arange(0, BN)
     m_axis: tl.constexpr = 0 if SWAP else 1
