@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
 from torch import Tensor
 
 import lowgmm
@@ -16,6 +15,7 @@ from lowgmm.gpu import Gpu
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
+from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
 
 
 def tile(backend: Backend) -> str | None:
@@ -84,7 +84,9 @@ def test_a24_cpu_and_cuda_are_refused() -> None:
     assert o.scales_x is not None
     for bad in ({"scales_x": o.scales_x.cpu()}, {"expert_offsets": o.offsets.cpu()}):
         with pytest.raises(DeviceError, match="cpu"):
-            lowgmm.gmm(**{"input": o.x, "weights": o.weights, "scales_x": o.scales_x, "expert_offsets": o.offsets} | bad)
+            lowgmm.gmm(
+                **{"input": o.x, "weights": o.weights, "scales_x": o.scales_x, "expert_offsets": o.offsets} | bad
+            )
 
 
 @pytest.mark.gpu
@@ -125,8 +127,8 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "keepdim": lambda s: s.unsqueeze(-1),
     "strided": lambda s: s.new_zeros(*s.shape, 3)[..., 1].copy_(s),
     "column of a table": lambda s: s.new_zeros(*s.shape[:-1], s.shape[-1], 8)[..., 5:6].copy_(s.unsqueeze(-1)),
-    "transposed": lambda s: s.new_zeros(s.shape[::-1]).copy_(s.permute(*range(s.dim())[::-1])).permute(
-        *range(s.dim())[::-1]
+    "transposed": lambda s: (
+        s.new_zeros(s.shape[::-1]).copy_(s.permute(*range(s.dim())[::-1])).permute(*range(s.dim())[::-1])
     ),
     "inside a larger buffer": lambda s: s.new_zeros(*(n + 5 for n in s.shape))[
         tuple(slice(2, 2 + n) for n in s.shape)
@@ -175,7 +177,9 @@ def test_a29_bias_of_any_layout(backend: Backend, generator: torch.Generator) ->
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "int8", "fp8"])
-@pytest.mark.parametrize(("backend", "config"), [*GMM_RUNS[:3], pytest.param(KERNELS, None, id="picked", marks=kernels_only)])
+@pytest.mark.parametrize(
+    ("backend", "config"), [*GMM_RUNS[:3], pytest.param(KERNELS, None, id="picked", marks=kernels_only)]
+)
 def test_a30_operands_of_any_layout(backend: Backend, config: str | None, dtype: str) -> None:
     """Rows no multiple of 16 bytes apart, unaligned starts, K strided: right results, not garbage."""
     o = make_operands([2, 2, 2, 2], 48, 129, dtype, device=backend.device)
@@ -207,9 +211,9 @@ def test_a30_quantise_any_layout(backend: Backend, format: str, generator: torch
     big = torch.randn(12, 64, generator=generator).to(backend.device)
     for x in (big[:, :57], big[:, 3:40], big[::3], big.T, big[:, ::2]):
         q, scales = lowgmm.quantize_tokens(x, format, impl=backend.impl)
-        values, expected = quantize_rows(x.contiguous(), lowgmm.formats.get_format(format))
-        assert torch.equal(q.contiguous().view(torch.uint8), values.view(torch.uint8))
-        assert torch.equal(scales, expected)
+        values, expected = quantize_rows(x.contiguous().cpu(), lowgmm.formats.get_format(format))
+        assert torch.equal(q.cpu().contiguous().view(torch.uint8), values.view(torch.uint8))
+        assert torch.equal(scales.cpu(), expected)
 
 
 @pytest.mark.parametrize(("backend", "config"), GMM_RUNS[:3])
@@ -231,7 +235,11 @@ def test_a30_output_of_any_row_stride(backend: Backend, config: str | None) -> N
 
 
 def digest(t: Tensor | None) -> str:
-    return "" if t is None else hashlib.sha256(bytes(t.cpu().contiguous().view(torch.uint8).flatten().tolist())).hexdigest()
+    return (
+        ""
+        if t is None
+        else hashlib.sha256(bytes(t.cpu().contiguous().view(torch.uint8).flatten().tolist())).hexdigest()
+    )
 
 
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "float32"])

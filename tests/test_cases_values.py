@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+
+import lowgmm
+from lowgmm import cpu
+from lowgmm.formats import INT8, QuantTensor, get_format
+from lowgmm.testing import Operands, check_gmm, make_operands
 from test_cases_support import (
     BACKENDS,
     CPU,
@@ -14,11 +19,6 @@ from test_cases_support import (
     check_layer,
     kernels_only,
 )
-
-import lowgmm
-from lowgmm import cpu
-from lowgmm.formats import INT8, QuantTensor, get_format
-from lowgmm.testing import Operands, check_gmm, make_operands
 
 NAN, INF = float("nan"), float("inf")
 # The CPU backend, and both operand orders of the mainloop: the launch modes share it.
@@ -65,7 +65,7 @@ def test_a12_zero_rows_and_dead_channels(backend: Backend, format: str, generato
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_a12_zero_tokens_in_packed_weights(format: str, generator: torch.Generator) -> None:
-    """A layer whose hidden states and one expert's weights are partly zero stays finite, exactly zero where it must be."""
+    """A zero token, and an expert whose first weights are all zero: finite, and exactly zero where it must be."""
     hidden = torch.randn(4, 32, generator=generator)
     hidden[2] = 0
     w13, w2 = torch.randn(2, 64, 32, generator=generator), torch.randn(2, 32, 32, generator=generator)
@@ -90,7 +90,7 @@ def dirty(t: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", ["int8", "fp8", "bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(("backend", "config"), RUNS)
 def test_a13_bad_rows_stay_alone(backend: Backend, config: str | None, dtype: str) -> None:
-    """A NaN token and an Inf token spoil their own rows; tile mates and all others keep their bits, whatever lies around."""
+    """A NaN token and an Inf token spoil their own rows only; all others keep their bits, whatever lies around."""
     o = make_operands([5, 33, 0, 31], 32, 64, "float32", seed=3, device=backend.device)
     x = o.x
     w: torch.Tensor | QuantTensor = o.w
@@ -138,9 +138,7 @@ def test_a13_bad_scales_stay_alone(backend: Backend, config: str | None, format:
 @ieee
 @pytest.mark.parametrize("format", ["int8", "fp8", None])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a13_bad_tokens_of_a_layer_stay_alone(
-    backend: Backend, format: str | None, generator: torch.Generator
-) -> None:
+def test_a13_bad_tokens_of_a_layer_stay_alone(backend: Backend, format: str | None, generator: torch.Generator) -> None:
     hidden = torch.randn(9, 32, generator=generator)
     w13, w2 = torch.randn(2, 64, 32, generator=generator), torch.randn(2, 32, 32, generator=generator)
     ids, weights = torch.tensor([[0, 1]] * 9), torch.rand(9, 2, generator=generator)
@@ -214,7 +212,7 @@ def test_a14_extreme_weights_are_exact(backend: Backend, config: str | None, val
 @pytest.mark.parametrize("spike", [0, 127, 128, 4095])
 @pytest.mark.parametrize("rows", [1, 64, 300])
 def test_a16_small_products_survive_a_large_one(rows: int, spike: int, config: str | None) -> None:
-    """One product of 448² and 4095 of 0.40625: an accumulator of 14 bits drops most of the small ones after the large one."""
+    """One product of 448² and 4095 of 0.40625: 14 bits of accumulator lose most of the small ones."""
     x, w = torch.full((rows, 4096), 0.5, device="cuda"), torch.full((1, 256, 4096), 0.8125, device="cuda")
     x[:, spike] = w[..., spike] = 448.0
     true = 448.0**2 + 4095 * 0.5 * 0.8125

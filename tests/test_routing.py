@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from test_cases_support import KERNELS, kernels_only
 
 from lowgmm.routing import TileSchedule, group_bounds, max_row_tiles, route, tile_schedule
 from lowgmm.shapes import DtypeError, ShapeError
+from test_cases_support import KERNELS, kernels_only
 
 ROUTINGS = [
     pytest.param(7, 3, 5, id="some"),
@@ -157,17 +157,18 @@ BAD = [
     [40, 40, 40, 40],
     [3, 9, 9, 12],  # rows before the first expert
     [20, 15, 10, 0],
-    [0, 40, 0, 40],  # more tiles than rows could need
+    [0, 40, 0, 40, 0, 40],  # more tiles than any true offsets of 40 rows need
 ]
 
 
 @pytest.mark.parametrize("offsets", BAD, ids=str)
 def test_bad_offsets_stay_inside_the_tensors(offsets: list[int]) -> None:
+    experts = len(offsets) - 1
     for block_m in (16, 64):
         s = tile_schedule(torch.tensor(offsets), 40, block_m)
-        assert int(s.count) <= s.expert.numel() == max_row_tiles(40, 3, block_m)
+        assert int(s.count) <= s.expert.numel() == max_row_tiles(40, experts, block_m)
         for expert, row, end in as_rows(s):
-            assert 0 <= expert <= 3
+            assert 0 <= expert <= experts
             assert 0 <= row < end <= 40
     starts, ends = group_bounds(torch.tensor(offsets), 40)
     assert starts.min() >= 0

@@ -5,8 +5,7 @@ from lowgmm.api import gmm, moe_ffn, quantize_tokens
 from lowgmm.formats import QuantTensor
 from lowgmm.module import MoEExperts
 from lowgmm.quant import dequantize, quantize
-
-# from lowgmm.roofline import explain
+from lowgmm.roofline import explain
 from lowgmm.routing import Routing, route
 
 __version__ = "0.1.0"
@@ -16,7 +15,7 @@ __all__ = [
     "QuantTensor",
     "Routing",
     "dequantize",
-    # "explain",
+    "explain",
     "gmm",
     "moe_ffn",
     "quantize",

@@ -39,8 +39,7 @@ library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
 
 
-# ---- validation
-# ------------------------------------------------------------------------------------------------------------------
+# validation
 
 
 def check_gmm(
@@ -122,7 +121,7 @@ def _check_gmm_dtypes(
         check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
         if x.dtype in FLOATS and scales_x is not None:
             raise DtypeError(
-                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, which this call quantises per token: pass "
+                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, quantised per token by this call: pass "
                 f"scales_x=None, or quantise first with lowgmm.quantize_tokens."
             )
     dynamic = fmt is not None and x.dtype in FLOATS
@@ -146,8 +145,7 @@ def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
         checked_bounds(offsets, num_rows)
 
 
-# ---- gmm
-# -------------------------------------------------------------------------------------------------------------------------
+# gmm
 
 
 def _gmm_into(
@@ -257,8 +255,7 @@ def _gmm_out(
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
 
 
-# ---- quantize_tokens
-# -------------------------------------------------------------------------------------------------------------
+# quantize_tokens
 
 
 def check_tokens(x: Tensor, clip: float | None) -> None:

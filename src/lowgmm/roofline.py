@@ -345,19 +345,14 @@ def explain(
     if config is None and gpu is not None:
         config = _picked(load, gpu)
     spread = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
-    moved, formats = traffic(load), [f for f in ("bf16", "int8", "fp8") if f != format]
+    formats = [format, *(f for f in ("bf16", "int8", "fp8") if f != format)]
     head = f"{E} experts, N={N} K={K}, {load.rows} rows ({spread} per expert), {format}, on {machine.name}"
     lines = [
         head,
         "",
-        intensity_table(N, K, machine, [format, *formats], sorted({*TABLE_ROWS, max(1, load.rows // E)})),
+        intensity_table(N, K, machine, formats, sorted({*TABLE_ROWS, max(1, load.rows // E)})),
         "",
-        f"work      {flops(load) / 1e9:.2f} GFLOP over {moved.total / 1e6:.2f} MB: weights {moved.weights / 1e6:.2f}, "
-        f"x {moved.x / 1e6:.2f}, output {moved.output / 1e6:.2f}, scales {moved.scales / 1e6:.2f}",
-        f"intensity {intensity(load):.1f} FLOP/byte; the machine balances at {machine.balance(format):.0f}: "
-        f"{bound(load, machine)} bound",
-        f"floor     {roof_time(load, machine) * 1e6:.1f} us (memory {memory_time(load, machine) * 1e6:.1f}, "
-        f"arithmetic {compute_time(load, machine) * 1e6:.1f})",
+        *_figures(load, machine),
     ]
     if measured_s is not None:
         lines.append(
@@ -370,6 +365,18 @@ def explain(
     lines += ["", "what to change"]
     lines += [f"  - {sentence}" for sentence in advice(load, machine, measured_s=measured_s, config=config)]
     return "\n".join(lines)
+
+
+def _figures(load: Load, machine: Machine) -> list[str]:
+    moved = traffic(load)
+    return [
+        f"work      {flops(load) / 1e9:.2f} GFLOP over {moved.total / 1e6:.2f} MB: weights {moved.weights / 1e6:.2f}, "
+        f"x {moved.x / 1e6:.2f}, output {moved.output / 1e6:.2f}, scales {moved.scales / 1e6:.2f}",
+        f"intensity {intensity(load):.1f} FLOP/byte; the machine balances at {machine.balance(load.format):.0f}: "
+        f"{bound(load, machine)} bound",
+        f"floor     {roof_time(load, machine) * 1e6:.1f} us (memory {memory_time(load, machine) * 1e6:.1f}, "
+        f"arithmetic {compute_time(load, machine) * 1e6:.1f})",
+    ]
 
 
 def _picked(load: Load, gpu: Gpu) -> Tiles:

@@ -1,0 +1,44 @@
+"""Named problems: layer shapes of public MoE models, grouped-matmul cases, and how unevenly tokens fall on experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class GmmCase:
+    """One grouped matmul: N, K and the rows of each of the E experts."""
+
+    name: str
+    N: int
+    K: int
+    sizes: tuple[int, ...]
+
+    @property
+    def E(self) -> int:
+        return len(self.sizes)
+
+    @property
+    def M(self) -> int:
+        return sum(self.sizes)
+
+
+def even(name: str, E: int, N: int, K: int, rows: int) -> GmmCase:
+    """Every expert gets ``rows`` rows."""
+    return GmmCase(name, N, K, (rows,) * E)
+
+
+SKEWED_SIZES = (
+    (64, 8, 200, 16, 4, 128, 32, 96, 2, 256, 24, 48, 12, 80, 6, 160)
+    + (40, 20, 112, 2, 72, 10, 144, 28, 56, 3, 88, 14, 176, 36, 64, 47)
+)  # fmt: skip
+"""32 experts from 2 to 256 tokens, 2048 in all: the imbalance that the article reports."""
+
+GMM_CASES = {
+    case.name: case
+    for case in (
+        even("article-decode", 64, 2048, 4096, 16),
+        even("article-balanced", 32, 4096, 4096, 64),
+        GmmCase("article-skewed", 4096, 4096, SKEWED_SIZES),
+    )
+}
