@@ -31,8 +31,9 @@ OLD_GPUS = [Gpu("Turing", (7, 5), 40, 65_536), Gpu("A100", (8, 0), 108, 166_912)
 @pytest.mark.parametrize("gpu", OLD_GPUS, ids=lambda gpu: gpu.name)
 def test_a22_fp8_on_an_older_gpu_names_an_alternative(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A clear error before anything is compiled; INT8 and 16 bits still run on the same GPU."""
-    monkeypatch.setattr("lowgmm.gpu.describe", lambda _: gpu)
+    # The kernels first: were they imported after lowgmm.gpu is patched, they would keep the fake as their original.
     monkeypatch.setattr("lowgmm.kernels.grouped_mm.describe", lambda _: gpu)
+    monkeypatch.setattr("lowgmm.gpu.describe", lambda _: gpu)
     major, minor = gpu.capability
     message = rf"{gpu.name} \(sm_{major}{minor}\).*'int8'"
     o = make_operands([3, 5], 32, 64, "fp8", device=KERNELS.device)

@@ -166,6 +166,21 @@ def test_a33_fake_tensors_give_the_same_error(fault: str) -> None:
         assert fails(call) == eager
 
 
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32, torch.int32], ids=str)
+def test_a33_fake_results_look_like_real_ones(out_dtype: torch.dtype) -> None:
+    """Shape, strides and dtype, with rows that no expert covers and with none at all."""
+
+    def results(rows: int) -> list[tuple[torch.Size, tuple[int, ...], torch.dtype]]:
+        x, w = torch.zeros(rows, 64, dtype=torch.int8), torch.zeros(3, 32, 64, dtype=torch.int8)
+        y = lowgmm.gmm(x, w, expert_offsets=torch.zeros(4, dtype=torch.int32), out_dtype=out_dtype)
+        return [(t.shape, t.stride(), t.dtype) for t in (y, *lowgmm.quantize_tokens(x.float(), "fp8"))]
+
+    for rows in (8, 0):
+        real = results(rows)
+        with FakeTensorMode():
+            assert results(rows) == real
+
+
 @pytest.mark.parametrize("format", ["int8", "fp8", "bfloat16"])
 def test_a33_large_layer_under_fake_tensors(format: str) -> None:
     """Shapes and dtypes at hidden size 2880, where no memory is used."""

@@ -139,22 +139,22 @@ def test_bias(impl: str, format: str, device: torch.device) -> None:
         assert torch.equal(z, expected.cpu())
 
 
-def test_explicit_requests_do_not_fall_back() -> None:
-    o = make_operands([4], 32, 64, "int8")
-    kwargs = {"expert_sizes": o.sizes, "out_dtype": torch.float32}
-    with pytest.raises(UnsupportedError, match="config chooses a GPU tile"):
-        lowgmm.gmm(o.x, o.weights, o.scales_x, config="16x32x64-grid-4w2s", **kwargs)
-    with pytest.raises(UnsupportedError, match="impl 'cuda' is not one of"):
-        lowgmm.gmm(o.x, o.weights, o.scales_x, impl="cuda", **kwargs)
-    with pytest.raises(UnsupportedError, match="not a tile configuration"):
-        lowgmm.gmm(o.x, o.weights, o.scales_x, impl="triton", config="huge", **kwargs)
-    with pytest.raises(UnsupportedError, match="powers of two"):
-        lowgmm.gmm(o.x, o.weights, o.scales_x, impl="triton", config="24x32x64-grid-4w2s", **kwargs)
-    odd = make_operands([4], 32, 100, "int8")
+def test_explicit_requests_do_not_fall_back(device: torch.device) -> None:
+    def call(k_size: int = 64, where: str = device.type, **kwargs: str) -> torch.Tensor:
+        o = make_operands([4], 32, k_size, "int8", device=where)
+        return lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, **kwargs)
+
+    for where, kwargs, reason in (
+        ("cpu", {"config": "16x32x64-grid-4w2s"}, "config chooses a GPU tile"),
+        ("cpu", {"impl": "cuda"}, "impl 'cuda' is not one of"),
+        (device.type, {"impl": "triton", "config": "huge"}, "not a tile configuration"),
+        (device.type, {"impl": "triton", "config": "24x32x64-grid-4w2s"}, "powers of two"),
+        (device.type, {"impl": "triton", "config": "256x256x256-grid-8w4s"}, "bytes of shared memory"),
+    ):
+        with pytest.raises(UnsupportedError, match=reason):
+            call(where=where, **kwargs)
     with pytest.raises(UnsupportedError, match="TMA needs rows that are a multiple of 16 bytes"):
-        lowgmm.gmm(
-            odd.x, odd.weights, odd.scales_x, expert_sizes=o.sizes, impl="triton", config="16x32x64-tma-grid-4w2s"
-        )
+        call(100, impl="triton", config="16x32x64-tma-grid-4w2s")
 
 
 @pytest.mark.parametrize("rows", [1, 16, 24, 64, 100, 4096])
@@ -165,5 +165,6 @@ def test_pick_always_fits(rows: int, dtype: torch.dtype, shape: tuple[int, int],
     """Whatever is picked runs: on Hopper, and on GPUs with the shared memory of an A100, a consumer card and an
     MI300."""
     gpu = replace(H200, shared_memory=shared_memory, capability=(9, 0) if shared_memory == 232_448 else (8, 9))
-    problem = Problem(8, 8 * rows, *shape, dtype)
-    assert supports(problem, pick(problem, gpu), gpu) is None
+    for out_dtype in (torch.bfloat16, torch.float32):
+        problem = Problem(8, 8 * rows, *shape, dtype, out_dtype)
+        assert supports(problem, pick(problem, gpu), gpu) is None

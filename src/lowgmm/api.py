@@ -11,6 +11,7 @@ from lowgmm.reference import activate
 from lowgmm.routing import Routing, route
 from lowgmm.shapes import ShapeError, bind
 from lowgmm.tune import TileConfig
+from lowgmm.validate import check_moe, check_sizes
 
 
 def gmm(
@@ -84,6 +85,7 @@ def gmm(
             )
         operands, scales_w = weights.operands, weights.scales
     else:
+        bind("gmm", weights=(weights, "E N K"))
         operands = [weights]
     offsets = _offsets(expert_offsets, expert_sizes)
     tile = None if config is None else str(config)
@@ -106,17 +108,10 @@ def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
         if offsets is None:
             raise ShapeError("gmm: pass expert_offsets [E+1] or expert_sizes [E].")
         return offsets
-    if offsets is None:
-        bind("gmm", expert_sizes=(sizes, "E"))
-        return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
-    bind("gmm", expert_sizes=(sizes, "E"), expert_offsets=(offsets, "E+1"))
-    # Contents are compared where that costs no synchronisation.
-    if sizes.device.type == "cpu" and not torch.compiler.is_compiling() and not bool((offsets.diff() == sizes).all()):
-        raise ShapeError(
-            f"gmm: expert_sizes {sizes.tolist()} disagree with expert_offsets {offsets.tolist()}, whose steps are "
-            f"{offsets.diff().tolist()}: pass only one of them."
-        )
-    return offsets
+    check_sizes(sizes, offsets)
+    if offsets is not None:
+        return offsets
+    return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
@@ -193,28 +188,11 @@ def moe_ffn(
     >>> torch.allclose(y.double(), lowgmm.reference.moe_ffn(x, w13, w2, ids, weights), rtol=1e-4, atol=1e-4)
     True
     """
-    n = bind(
-        "moe_ffn",
-        hidden=(hidden, "T H"),
-        topk_ids=(topk_ids, "T A"),
-        topk_weights=(topk_weights, "T A"),
-    )
-    experts, width, depth = w13.shape
-    if tuple(w2.shape) != (experts, n["H"], width // 2) or depth != n["H"] or width % 2:
-        raise ShapeError(
-            f"moe_ffn: expected w13 [E, 2I, H] and w2 [E, H, I] with H={n['H']}; got w13 {list(w13.shape)}, "
-            f"w2 {list(w2.shape)}."
-        )
+    n = check_moe(hidden, w13, w2, topk_ids, topk_weights)
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
-    routing = route(topk_ids, experts)
-    gate_up = _gather_gmm(hidden, w13, routing, between, clip, impl)
-    # Unquantised weights are multiplied by an input of their own dtype; fp16 h saturates only here, where the caller's
-    # dtype asks.
-    h = activate(gate_up, activation)
-    y = gmm(
-        h if isinstance(w2, QuantTensor) else h.to(w2.dtype),
-        w2, expert_offsets=routing.offsets, out_dtype=between, impl=impl,
-    )  # fmt: skip
+    routing = route(topk_ids, n["E"])
+    h = activate(_gather_gmm(hidden, w13, routing, between, clip, impl), activation)
+    y = _down_gmm(h, w2, routing, between, impl)
     y = y[routing.inverse].view(n["T"], n["A"], n["H"])
     return torch.einsum("tah,ta->th", y.float(), topk_weights.float()).to(hidden.dtype)
 
@@ -235,3 +213,13 @@ def _gather_gmm(
     # index_select of float8 is missing on some backends; the bytes are the same.
     xq = xq.view(torch.uint8)[rows].view(xq.dtype)
     return gmm(xq, w13, scales[rows], None, routing.offsets, out_dtype=out_dtype, impl=impl)
+
+
+def _down_gmm(h: Tensor, w2: Tensor | QuantTensor, routing: Routing, out_dtype: torch.dtype, impl: str) -> Tensor:
+    """``gmm(h, w2)`` for an intermediate that is wider than half precision where ``w2`` is half precision."""
+    if not isinstance(w2, Tensor) or w2.dtype != torch.float16:
+        return gmm(h, w2, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
+    # A power of two per row keeps fp16 operands in range and costs no rounding: act(gate)·up easily exceeds 65 504.
+    exponent = torch.frexp(h.abs().amax(-1, keepdim=True)).exponent.clamp(min=0)
+    y = gmm(torch.ldexp(h, -exponent).half(), w2, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
+    return torch.ldexp(y, exponent)

@@ -1,4 +1,4 @@
-"""The registered operators: schemas, the one validation, fakes, and which backend runs.
+"""The registered operators: schemas, fakes, and which backend runs.
 
 Device dispatch is PyTorch's: a CPU key, a CUDA key and a fake. ``impl`` is the one explicit override. Backends are
 imported when an operator first runs, so importing lowgmm imports neither triton nor a compiler.
@@ -7,25 +7,15 @@ imported when an operator first runs, so importing lowgmm imports neither triton
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, FORMATS, format_of, get_format
-from lowgmm.shapes import (
-    DtypeError,
-    ShapeError,
-    UnsupportedError,
-    bind,
-    check_device,
-    check_dtype,
-    check_no_overlap,
-)
-
-IMPLS = ("auto", "reference", "triton")
-"""auto: the device's backend. reference: the fp64 oracle. triton: the GPU kernels, on a CPU only under
-TRITON_INTERPRET=1."""
+from lowgmm.formats import FLOATS, format_of, get_format
+from lowgmm.shapes import UnsupportedError
+from lowgmm.validate import check_gmm, check_tokens
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -37,103 +27,6 @@ TAGS = (torch.Tag.pt2_compliant_tag,)
 library.define(f"gmm({OPERANDS}, ScalarType out_dtype) -> Tensor", tags=TAGS)
 library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
-
-
-# validation
-
-
-def check_gmm(
-    x: Tensor,
-    weights: list[Tensor],
-    scales_x: Tensor | None,
-    scales_w: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    clip: float | None,
-    impl: str,
-    out_dtype: torch.dtype,
-    output: Tensor | None = None,
-) -> tuple[int, int]:
-    """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
-    packed = weights[0].dim() == 2
-    if packed and impl == "triton":
-        raise UnsupportedError("gmm: impl='triton' needs plain [E, N, K] weights; these were packed for the CPU.")
-    sizes = bind(
-        "gmm",
-        input=(x, "M K"),
-        weights=(weights[0], "K N" if packed else "E N K"),
-        expert_offsets=(offsets, "E+1" if not packed else "offsets"),
-        scales_x=(scales_x, "M 1?"),
-        scales_w=(scales_w, "E N 1?"),
-        bias=(bias, "E N"),
-        output=(output, "M N"),
-    )
-    if packed and (len(weights) != offsets.shape[0] - 1 or sizes.get("E", len(weights)) != len(weights)):
-        raise ShapeError(
-            f"gmm: {len(weights)} packed experts need expert_offsets [{len(weights) + 1}], got {list(offsets.shape)}."
-        )
-    if sizes["K"] == 0 or offsets.shape[0] < 2:
-        raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={offsets.shape[0] - 1}.")
-    check_device(
-        "gmm",
-        input=x,
-        weights=weights[0],
-        scales_x=scales_x,
-        scales_w=scales_w,
-        expert_offsets=offsets,
-        bias=bias,
-        output=output,
-    )
-    _check_gmm_dtypes(x, weights[0], scales_x, scales_w, offsets, bias, clip, out_dtype)
-    if impl not in IMPLS:
-        raise UnsupportedError(f"gmm: impl {impl!r} is not one of {', '.join(IMPLS)}.")
-    if output is not None:
-        check_no_overlap("gmm", output, input=x, weights=weights[0], scales_x=scales_x, scales_w=scales_w, bias=bias)
-        if output.numel() and output.stride(1) != 1:
-            raise ShapeError(f"gmm: argument 'output' has strides {output.stride()}, expected unit stride along N.")
-    return sizes["M"], sizes["N"]
-
-
-def _check_gmm_dtypes(
-    x: Tensor,
-    w: Tensor,
-    scales_x: Tensor | None,
-    scales_w: Tensor | None,
-    offsets: Tensor,
-    bias: Tensor | None,
-    clip: float | None,
-    out_dtype: torch.dtype,
-) -> None:
-    quantised = tuple(f.dtype for f in FORMATS.values())
-    check_dtype("gmm", "weights", w, (*quantised, *FLOATS))
-    check_dtype("gmm", "expert_offsets", offsets, (torch.int32, torch.int64))
-    for name, tensor in (("scales_x", scales_x), ("scales_w", scales_w), ("bias", bias)):
-        check_dtype("gmm", name, tensor, FLOATS)
-    fmt = format_of(w.dtype)
-    if fmt is None:
-        check_dtype("gmm", "input", x, (w.dtype,), "Unquantised weights need an input of their own dtype.")
-        if scales_x is not None or scales_w is not None:
-            raise DtypeError(
-                f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None."
-            )
-    else:
-        hint = f"With {fmt.name} weights the input is {fmt.name}, or floating point to be quantised here."
-        check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
-        if x.dtype in FLOATS and scales_x is not None:
-            raise DtypeError(
-                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, quantised per token by this call: pass "
-                f"scales_x=None, or quantise first with lowgmm.quantize_tokens."
-            )
-    dynamic = fmt is not None and x.dtype in FLOATS
-    if clip is not None and (not dynamic or not clip > 0):
-        raise ShapeError(f"gmm: clip={clip} applies to a float input with quantised weights and must be positive.")
-    raw = fmt is not None and fmt.exact and not dynamic and scales_x is scales_w is bias is None
-    accepted = (*FLOATS, torch.int32) if raw else FLOATS
-    if out_dtype not in accepted:
-        raise DtypeError(
-            f"gmm: out_dtype is {out_dtype}, expected bfloat16, float16 or float32 (int32, the raw sums, only for int8 "
-            f"operands without scales and bias)."
-        )
 
 
 def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
@@ -193,7 +86,7 @@ def _gmm_into(
 
     if on_gpu:
         check_offsets_now(offsets, x.shape[0])
-    with torch.cuda.device(out.device) if on_gpu else torch.no_grad():
+    with torch.cuda.device(out.device) if on_gpu else nullcontext():
         tile = None if config is None else TileConfig.parse(config)
         grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
 
@@ -258,15 +151,8 @@ def _gmm_out(
 # quantize_tokens
 
 
-def check_tokens(x: Tensor, clip: float | None) -> None:
-    check_dtype("quantize_tokens", "x", x, FLOATS)
-    bind("quantize_tokens", x=(x, "T K"))
-    if clip is not None and not clip > 0:
-        raise ShapeError(f"quantize_tokens: argument 'clip' is {clip}, expected a positive threshold or None.")
-
-
 def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    check_tokens(x, clip)
+    check_tokens(x, clip, impl)
     fmt = get_format(format)
     if impl == "reference" or (impl == "auto" and x.device.type == "cpu"):
         from lowgmm.quant import quantize_rows
@@ -277,17 +163,18 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
 
     if (why := describe(x.device).lacks(fmt)) is not None:
         raise UnsupportedError(f"quantize_tokens: {why}")
-    with torch.cuda.device(x.device) if x.device.type != "cpu" else torch.no_grad():
+    with torch.cuda.device(x.device) if x.device.type != "cpu" else nullcontext():
         return quantize_tokens(x, fmt, clip)
 
 
 def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    check_tokens(x, clip)
+    check_tokens(x, clip, impl)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
 def _register(name: str, function: Any, fake: Any) -> None:
-    for key in ("CPU", "CUDA"):
+    function = torch.no_grad()(function)  # inference only; out= variants refuse operands that require a gradient
+    for key in ("CPU", "MkldnnCPU", "CUDA"):  # a packed weight's key outranks CPU's
         library.impl(name, function, key)
     torch.library.register_fake(f"lowgmm::{name}", fake, lib=library)
 
@@ -295,5 +182,3 @@ def _register(name: str, function: Any, fake: Any) -> None:
 _register("gmm", _gmm, _gmm_fake)
 _register("gmm_out", _gmm_out, _gmm_out)
 _register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)
-library.impl("gmm", _gmm, "MkldnnCPU")  # a packed weight's dispatch key outranks CPU's
-library.impl("gmm_out", _gmm_out, "MkldnnCPU")

@@ -30,7 +30,8 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tup
     absmax = x.abs().amax(-1)
     if clip is not None:
         absmax = absmax.clamp(max=clip)
-    inverse = fmt.qmax / absmax.clamp(min=SMALLEST_ABSMAX)
+    qmax = torch.tensor(fmt.qmax, device=x.device)  # number / tensor would round twice: torch takes 1 / tensor first
+    inverse = qmax / absmax.clamp(min=SMALLEST_ABSMAX)
     q = (x * inverse.unsqueeze(-1)).nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
     if not fmt.dtype.is_floating_point:
         q = q.round_()

@@ -12,7 +12,9 @@ A lower-case letter is the number of scale blocks along that axis.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -34,7 +36,14 @@ class UnsupportedError(RuntimeError):
     """An explicit request that this machine, backend or format cannot fulfil; nothing is substituted silently."""
 
 
-def bind(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
+class Shaped(Protocol):
+    """Anything with a shape: a Tensor or a QuantTensor."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+
+def bind(op: str, **arguments: tuple[Shaped | None, str]) -> dict[str, int]:
     """Match shapes against letters and return the size of every letter.
 
     ``bind("gmm", input=(x, "M K"), weights=(w, "E N K"))`` returns ``{"M": …, "K": …, "E": …, "N": …}`` or raises
@@ -56,22 +65,27 @@ def bind(op: str, **arguments: tuple[Tensor | None, str]) -> dict[str, int]:
                 shape = shape[:-1]
         if len(shape) != len(letters):
             _fail(op, name, f"has {len(tensor.shape)} dimensions, expected {len(letters)}", given, sizes)
-        for letter, size in zip(letters, shape, strict=True):
-            base, _, plus = letter.partition("+")
-            expected = sizes.get(base)
-            if expected is None and not plus:
-                sizes[base] = size
-            elif expected is not None and size != expected + int(plus or 0):
-                what = f"{letter}={expected + int(plus or 0)}"
-                _fail(op, name, f"has {size} where {what} is expected", given, sizes)
+        for axis, size in zip(letters, shape, strict=True):
+            factor, letter, plus = _AXIS.fullmatch(axis).groups(default="")  # type: ignore[union-attr]
+            times, more = int(factor or 1), int(plus or 0)
+            known = sizes.get(letter)
+            if known is None:
+                if size < more or (size - more) % times:
+                    _fail(op, name, f"has {size} where {axis} is expected", given, sizes)
+                sizes[letter] = (size - more) // times
+            elif size != known * times + more:
+                _fail(op, name, f"has {size} where {axis}={known * times + more} is expected", given, sizes)
     return sizes
+
+
+_AXIS = re.compile(r"(\d*)([A-Za-z]+)(\+\d+)?")
 
 
 def _fail(
     op: str,
     name: str,
     problem: str,
-    given: Mapping[str, tuple[Tensor, Sequence[str]]],
+    given: Mapping[str, tuple[Shaped, Sequence[str]]],
     sizes: Mapping[str, int],
 ) -> None:
     lines = [f"{op}: argument '{name}' {problem}."]

@@ -27,6 +27,7 @@ class Problem:
     K: int
     dtype: torch.dtype
     """dtype of both operands in the matrix instruction."""
+    out_dtype: torch.dtype = torch.bfloat16
 
     @property
     def rows_per_expert(self) -> float:
@@ -82,9 +83,11 @@ class TileConfig:
             int(bm), int(bn), int(bk), bool(swap), bool(tma), launch, int(per_sm or 1), int(warps), int(stages)
         )
 
-    def shared_memory(self, element_size: int) -> int:
-        """Bytes of the operand pipeline in shared memory."""
-        return (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
+    def shared_memory(self, element_size: int, out_size: int) -> int:
+        """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
+        the output tile on its way to a coalesced store, and barriers."""
+        pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
+        return pipeline + self.block_m * self.block_n * out_size + 256
 
 
 def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
@@ -104,7 +107,7 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return f"{gpu.name} has no TMA; use a configuration without it."
         if problem.K * problem.element_size % 16:
             return f"TMA needs rows that are a multiple of 16 bytes; K={problem.K} of {problem.dtype} is not."
-    need = config.shared_memory(problem.element_size)
+    need = config.shared_memory(problem.element_size, problem.out_dtype.itemsize)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
     return None

@@ -28,10 +28,12 @@ def even(name: str, E: int, N: int, K: int, rows: int) -> GmmCase:
     return GmmCase(name, N, K, (rows,) * E)
 
 
+# fmt: off
 SKEWED_SIZES = (
-    (64, 8, 200, 16, 4, 128, 32, 96, 2, 256, 24, 48, 12, 80, 6, 160)
-    + (40, 20, 112, 2, 72, 10, 144, 28, 56, 3, 88, 14, 176, 36, 64, 47)
-)  # fmt: skip
+    64, 8, 200, 16, 4, 128, 32, 96, 2, 256, 24, 48, 12, 80, 6, 160,
+    40, 20, 112, 2, 72, 10, 144, 28, 56, 3, 88, 14, 176, 36, 64, 47,
+)
+# fmt: on
 """32 experts from 2 to 256 tokens, 2048 in all: the imbalance that the article reports."""
 
 GMM_CASES = {

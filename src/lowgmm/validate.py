@@ -1,0 +1,173 @@
+"""Every check of the public operations' arguments that does not need the tensors' contents."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowgmm.formats import FLOATS, FORMATS, QuantTensor, format_of
+from lowgmm.shapes import (
+    DtypeError,
+    ShapeError,
+    UnsupportedError,
+    bind,
+    check_device,
+    check_dtype,
+    check_no_overlap,
+)
+
+IMPLS = ("auto", "reference", "triton")
+"""auto: the device's backend. reference: the fp64 oracle. triton: the GPU kernels, on a CPU only under
+TRITON_INTERPRET=1."""
+
+
+def check_impl(op: str, impl: str) -> None:
+    if impl not in IMPLS:
+        raise UnsupportedError(f"{op}: impl {impl!r} is not one of {', '.join(IMPLS)}.")
+
+
+def check_gmm(
+    x: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    out_dtype: torch.dtype,
+    output: Tensor | None = None,
+) -> tuple[int, int]:
+    """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
+    check_impl("gmm", impl)
+    packed = weights[0].dim() == 2  # plain weights are one [E, N, K] tensor
+    if packed and impl == "triton":
+        raise UnsupportedError("gmm: impl='triton' needs plain [E, N, K] weights; these were packed for the CPU.")
+    sizes = bind(
+        "gmm",
+        input=(x, "M K"),
+        weights=(weights[0], "K N" if packed else "E N K"),
+        expert_offsets=(offsets, "E+1" if not packed else "offsets"),
+        scales_x=(scales_x, "M 1?"),
+        scales_w=(scales_w, "E N 1?"),
+        bias=(bias, "E N"),
+        output=(output, "M N"),
+    )
+    if packed and (len(weights) != offsets.shape[0] - 1 or sizes.get("E", len(weights)) != len(weights)):
+        raise ShapeError(
+            f"gmm: {len(weights)} packed experts need expert_offsets [{len(weights) + 1}], got {list(offsets.shape)}."
+        )
+    if sizes["K"] == 0 or offsets.shape[0] < 2:
+        raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={offsets.shape[0] - 1}.")
+    check_device(
+        "gmm",
+        input=x,
+        weights=weights[0],
+        scales_x=scales_x,
+        scales_w=scales_w,
+        expert_offsets=offsets,
+        bias=bias,
+        output=output,
+    )
+    _check_gmm_dtypes(x, weights[0], scales_x, scales_w, offsets, bias, clip, out_dtype)
+    if output is not None:
+        check_no_overlap("gmm", output, input=x, weights=weights[0], scales_x=scales_x, scales_w=scales_w, bias=bias)
+        rows, columns = output.stride()
+        if output.numel() and (columns != 1 or (output.shape[0] > 1 and rows < output.shape[1])):
+            raise ShapeError(
+                f"gmm: argument 'output' has strides {output.stride()}, expected rows that do not overlap and "
+                f"unit stride along N."
+            )
+    return sizes["M"], sizes["N"]
+
+
+def _check_gmm_dtypes(
+    x: Tensor,
+    w: Tensor,
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    out_dtype: torch.dtype,
+) -> None:
+    quantised = tuple(f.dtype for f in FORMATS.values())
+    check_dtype("gmm", "weights", w, (*quantised, *FLOATS))
+    check_dtype("gmm", "expert_offsets", offsets, (torch.int32, torch.int64))
+    for name, tensor in (("scales_x", scales_x), ("scales_w", scales_w), ("bias", bias)):
+        check_dtype("gmm", name, tensor, FLOATS)
+    fmt = format_of(w.dtype)
+    if fmt is None:
+        check_dtype("gmm", "input", x, (w.dtype,), "Unquantised weights need an input of their own dtype.")
+        if scales_x is not None or scales_w is not None:
+            raise DtypeError(
+                f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None."
+            )
+    else:
+        hint = f"With {fmt.name} weights the input is {fmt.name}, or floating point to be quantised here."
+        check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
+        if x.dtype in FLOATS and scales_x is not None:
+            raise DtypeError(
+                f"gmm: argument 'scales_x' was given for an input of {x.dtype}, quantised per token by this call: pass "
+                f"scales_x=None, or quantise first with lowgmm.quantize_tokens."
+            )
+    dynamic = fmt is not None and x.dtype in FLOATS
+    if clip is not None and (not dynamic or not clip > 0):
+        raise ShapeError(f"gmm: clip={clip} applies to a float input with quantised weights and must be positive.")
+    raw = fmt is not None and fmt.exact and not dynamic and scales_x is scales_w is bias is None
+    accepted = (*FLOATS, torch.int32) if raw else FLOATS
+    if out_dtype not in accepted:
+        raise DtypeError(
+            f"gmm: out_dtype is {out_dtype}, expected bfloat16, float16 or float32 (int32, the raw sums, only for int8 "
+            f"operands without scales and bias)."
+        )
+
+
+def check_tokens(x: Tensor, clip: float | None, impl: str) -> None:
+    """Everything about a quantize_tokens call."""
+    check_impl("quantize_tokens", impl)
+    check_dtype("quantize_tokens", "x", x, FLOATS)
+    bind("quantize_tokens", x=(x, "T K"))
+    if clip is not None and not clip > 0:
+        raise ShapeError(f"quantize_tokens: argument 'clip' is {clip}, expected a positive threshold or None.")
+
+
+def check_sizes(sizes: Tensor, offsets: Tensor | None) -> None:
+    """expert_sizes, by itself and against expert_offsets; contents are compared where that costs no synchronisation."""
+    bind("gmm", expert_sizes=(sizes, "E"), expert_offsets=(offsets, "E+1"))
+    check_dtype("gmm", "expert_sizes", sizes, (torch.int32, torch.int64))
+    if offsets is None:
+        return
+    device = check_device("gmm", expert_sizes=sizes, expert_offsets=offsets)
+    if device.type == "cpu" and not torch.compiler.is_compiling() and not bool((offsets.diff() == sizes).all()):
+        raise ShapeError(
+            f"gmm: expert_sizes {sizes.tolist()} disagree with expert_offsets {offsets.tolist()}, whose steps are "
+            f"{offsets.diff().tolist()}: pass only one of them."
+        )
+
+
+def check_moe(
+    hidden: Tensor, w13: Tensor | QuantTensor, w2: Tensor | QuantTensor, topk_ids: Tensor, topk_weights: Tensor
+) -> dict[str, int]:
+    """Everything about a moe_ffn call; returns the sizes T, H, A, E, I."""
+    sizes = bind(
+        "moe_ffn",
+        hidden=(hidden, "T H"),
+        w2=(w2, "E H I"),
+        w13=(w13, "E 2I H"),
+        topk_ids=(topk_ids, "T A"),
+        topk_weights=(topk_weights, "T A"),
+    )
+    on: dict[str, Any] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    for name, w in (("w13", w13), ("w2", w2)):
+        on[name] = w.scales if isinstance(w, QuantTensor) else w
+        if not isinstance(w, QuantTensor):
+            hint = "Quantised weights come as a QuantTensor, which brings their scales (lowgmm.quantize)."
+            check_dtype("moe_ffn", name, w, (hidden.dtype,), hint)
+    check_device("moe_ffn", **on)
+    check_dtype("moe_ffn", "hidden", hidden, FLOATS)
+    check_dtype("moe_ffn", "topk_ids", topk_ids, (torch.int32, torch.int64))
+    check_dtype("moe_ffn", "topk_weights", topk_weights, FLOATS)
+    return sizes
