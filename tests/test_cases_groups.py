@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 import lowgmm
 from lowgmm import cpu
 from lowgmm.gpu import H200, Gpu, describe
-from lowgmm.shapes import ShapeError
+from lowgmm.shapes import ShapeError, UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
 from lowgmm.tune import Problem, TileConfig, pick, supports
 from test_cases_support import (
@@ -298,16 +299,36 @@ GPUS = (
 )
 
 
+def requests(dtype: torch.dtype) -> Iterator[tuple[Problem, Gpu]]:
+    """1 to 4096 rows per expert, aligned and odd K, narrow and wide results, on every GPU that has the format."""
+    for gpu in GPUS:
+        if gpu.lacks(lowgmm.formats.format_of(dtype)) is None:
+            for rows in (*range(1, 130), 4096):
+                for k_size, out_dtype in ((4096, torch.bfloat16), (4095, torch.bfloat16), (4096, torch.float32)):
+                    yield Problem(4, 4 * rows, 4096, k_size, dtype, out_dtype), gpu
+
+
+def picked(problem: Problem, gpu: Gpu) -> TileConfig | str:
+    """What ``pick`` returns, or why it returns nothing."""
+    try:
+        return pick(problem, gpu)
+    except UnsupportedError as error:
+        return str(error)
+
+
 def shipped(dtype: torch.dtype) -> list[TileConfig]:
-    """Everything that ``pick`` returns for 1 to 4096 rows per expert, aligned and odd K, on five kinds of GPU."""
-    configs = {
-        pick(Problem(4, 4 * rows, 4096, k, dtype), gpu)
-        for rows in (*range(1, 200), 4096)
-        for k in (4096, 4095)
-        for gpu in GPUS
-        if gpu.lacks(lowgmm.formats.format_of(dtype)) is None
-    }
-    return sorted(configs, key=str)
+    """Every configuration that ``pick`` returns."""
+    found = {picked(problem, gpu) for problem, gpu in requests(dtype)}
+    return sorted((c for c in found if isinstance(c, TileConfig)), key=str)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bfloat16, torch.float32], ids=str)
+def test_a15_every_request_has_a_configuration(dtype: torch.dtype) -> None:
+    """And one that fits the GPU's shared memory, down to 64 KiB."""
+    for problem, gpu in requests(dtype):
+        config = picked(problem, gpu)
+        assert isinstance(config, TileConfig), config
+        assert supports(problem, config, gpu) is None
 
 
 def test_a15_the_list_of_configurations_is_not_trivial() -> None:
@@ -319,15 +340,23 @@ def test_a15_the_list_of_configurations_is_not_trivial() -> None:
 @kernels_only
 @pytest.mark.parametrize("config", shipped(torch.int8), ids=str)
 def test_a15_exact_sums_in_every_configuration(config: TileConfig) -> None:
-    """Fewer rows than a matrix instruction has, one more, one less: INT8 sums equal the oracle's."""
+    """Fewer rows than a matrix instruction has, one more, one less: INT8 sums equal the oracle's.
+
+    The largest tiles fit beside a 16-bit result only; sums of up to 256 are exact in those, too.
+    """
     o = make_operands(GROUPS, 40, config.block_k + 16, "int8", device=KERNELS.device)
-    problem = Problem(len(GROUPS), len(o.x), 40, o.x.shape[1], torch.int8)
+    x, w, gpu = o.x.sign(), o.w.sign(), describe(o.x.device)
+    problem = Problem(len(GROUPS), len(x), 40, x.shape[1], torch.int8, torch.bfloat16)
     assert supports(problem, config, H200) is None
-    if supports(problem, config, describe(o.x.device)) is not None:
+    if supports(problem, config, gpu) is not None:
         pytest.skip("tile made for another GPU")
-    y = lowgmm.gmm(o.x, o.w, None, None, o.offsets, out_dtype=torch.int32, impl="triton", config=config)
-    exact = lowgmm.reference.gmm(o.x, o.w, expert_sizes=o.sizes)
-    assert torch.equal(y.double(), exact)
+    run = {"expert_offsets": o.offsets, "impl": "triton", "config": config}
+    exact = lowgmm.reference.gmm(x, w, expert_sizes=o.sizes)
+    assert 16 < exact.abs().max() <= 256
+    assert torch.equal(lowgmm.gmm(x, w, out_dtype=torch.bfloat16, **run).double(), exact)
+    if supports(replace(problem, out_dtype=torch.int32), config, gpu) is None:
+        exact = lowgmm.reference.gmm(o.x, o.w, expert_sizes=o.sizes)
+        assert torch.equal(lowgmm.gmm(o.x, o.w, out_dtype=torch.int32, **run).double(), exact)
 
 
 @pytest.mark.parametrize(("n_size", "k_size"), [(1024, 1024), (1032, 1000)])
@@ -347,7 +376,7 @@ def test_a15_exact_sums_on_the_cpu(n_size: int, k_size: int) -> None:
 def test_a15_full_size(n_size: int, k_size: int) -> None:
     o = make_operands(GROUPS, n_size, k_size, "int8", device="cuda")
     exact = lowgmm.reference.gmm(o.x, o.w, expert_sizes=o.sizes)
-    problem = Problem(len(GROUPS), len(o.x), n_size, k_size, torch.int8)
+    problem = Problem(len(GROUPS), len(o.x), n_size, k_size, torch.int8, torch.int32)
     configs = [c for c in shipped(torch.int8) if supports(problem, c, describe(o.x.device)) is None]
     assert len(configs) >= 3
     for config in [None, *configs]:

@@ -246,7 +246,6 @@ def test_a17_fp16_layer_with_a_large_intermediate(backend: Backend, format: str)
     check_layer(y, *args)
 
 
-@pytest.mark.xfail(strict=True, reason="moe_ffn stores the activated product as fp16 when the down weights are fp16")
 def test_a17_fp16_weights_with_a_large_intermediate() -> None:
     args = overflowing_layer(CPU.device)
     y = lowgmm.moe_ffn(*args)

@@ -188,7 +188,7 @@ def moe_ffn(
     >>> torch.allclose(y.double(), lowgmm.reference.moe_ffn(x, w13, w2, ids, weights), rtol=1e-4, atol=1e-4)
     True
     """
-    n = check_moe(hidden, w13, w2, topk_ids, topk_weights)
+    n = check_moe(hidden, w13, w2, topk_ids, topk_weights, activation, clip)
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
     routing = route(topk_ids, n["E"])
     h = activate(_gather_gmm(hidden, w13, routing, between, clip, impl), activation)

@@ -30,12 +30,13 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tup
     absmax = x.abs().amax(-1)
     if clip is not None:
         absmax = absmax.clamp(max=clip)
-    qmax = torch.tensor(fmt.qmax, device=x.device)  # number / tensor would round twice: torch takes 1 / tensor first
+    # Both divisions are tensor by tensor, because torch may turn one with a number into a product with a reciprocal.
+    qmax = torch.full_like(absmax, fmt.qmax)
     inverse = qmax / absmax.clamp(min=SMALLEST_ABSMAX)
     q = (x * inverse.unsqueeze(-1)).nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
     if not fmt.dtype.is_floating_point:
         q = q.round_()
-    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype), absmax / fmt.qmax
+    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype), absmax / qmax
 
 
 def check_tokens(op: str, x: Tensor, clip: float | None) -> None:

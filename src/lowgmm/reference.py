@@ -6,6 +6,8 @@ numerics contract rounds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -58,18 +60,17 @@ def _bounds(offsets: Tensor | None, sizes: Tensor | None) -> list[int]:
     return [0, *(int(v) for v in sizes.cumsum(0).tolist())]
 
 
-def activate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """``act(gate) · up`` for ``gate_up [..., 2I]`` with the gate half first, in the dtype given.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": lambda gate: gate * torch.sigmoid(gate),
+    "gelu": torch.nn.functional.gelu,
+}
+"""What is applied to the gate: SwiGLU's SiLU, or GeGLU's exact (erf) GELU."""
 
-    ``silu`` is SwiGLU's gate·sigmoid(gate); ``gelu`` is the exact (erf) GELU of GeGLU.
-    """
+
+def activate(gate_up: Tensor, activation: str = "silu") -> Tensor:
+    """``act(gate) · up`` for ``gate_up [..., 2I]`` with the gate half first, in the dtype given."""
     gate, up = gate_up.chunk(2, -1)
-    match activation:
-        case "silu":
-            return gate * torch.sigmoid(gate) * up
-        case "gelu":
-            return torch.nn.functional.gelu(gate) * up
-    raise ValueError(f"unknown activation {activation!r}; known: silu, gelu")
+    return ACTIVATIONS[activation](gate) * up
 
 
 def moe_ffn(

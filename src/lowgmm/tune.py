@@ -139,10 +139,11 @@ def pick(problem: Problem, gpu: Gpu) -> TileConfig:
         config = TileConfig(128, 256, 128 // size, False, True, "persistent", 1, 8, 3)
     if not gpu.tma or problem.K * size % 16:
         config = replace(config, tma=False)
-    while supports(problem, config, gpu) is not None and config.num_stages > 2:
-        config = replace(config, num_stages=config.num_stages - 1)
-    while supports(problem, config, gpu) is not None and config.block_n > 64:
-        config = replace(config, block_n=config.block_n // 2, num_warps=4)
+    # Made to fit by giving up first what costs least: pipeline depth, then the tile.
+    for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):
+        while supports(problem, config, gpu) is not None and (now := getattr(config, field)) > least:
+            changes = {field: now - 1 if field == "num_stages" else now // 2}
+            config = replace(config, **changes, num_warps=config.num_warps if field == "num_stages" else 4)
     if (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"no tile configuration runs {problem} on {gpu.name}: {why}")
     return config

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowgmm.formats import FLOATS, FORMATS, QuantTensor, format_of
+from lowgmm.reference import ACTIVATIONS
 from lowgmm.shapes import (
     DtypeError,
     ShapeError,
@@ -149,14 +150,20 @@ def check_sizes(sizes: Tensor, offsets: Tensor | None) -> None:
 
 
 def check_moe(
-    hidden: Tensor, w13: Tensor | QuantTensor, w2: Tensor | QuantTensor, topk_ids: Tensor, topk_weights: Tensor
+    hidden: Tensor,
+    w13: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str,
+    clip: float | None,
 ) -> dict[str, int]:
     """Everything about a moe_ffn call; returns the sizes T, H, A, E, I."""
     sizes = bind(
         "moe_ffn",
         hidden=(hidden, "T H"),
-        w2=(w2, "E H I"),
         w13=(w13, "E 2I H"),
+        w2=(w2, "E H I"),
         topk_ids=(topk_ids, "T A"),
         topk_weights=(topk_weights, "T A"),
     )
@@ -170,4 +177,8 @@ def check_moe(
     check_dtype("moe_ffn", "hidden", hidden, FLOATS)
     check_dtype("moe_ffn", "topk_ids", topk_ids, (torch.int32, torch.int64))
     check_dtype("moe_ffn", "topk_weights", topk_weights, FLOATS)
+    if activation not in ACTIVATIONS:
+        raise UnsupportedError(f"moe_ffn: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}.")
+    if clip is not None and not isinstance(w13, QuantTensor):
+        raise ShapeError(f"moe_ffn: clip={clip} applies where hidden is quantised, but w13 is not a QuantTensor.")
     return sizes

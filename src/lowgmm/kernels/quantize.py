@@ -39,7 +39,7 @@ def quantize_tokens_kernel(
         largest = tl.maximum(largest, tl.where(nan, 0.0, tl.abs(v)))
     absmax = tl.minimum(tl.max(largest, 0), clip)
     has_nan = tl.sum(nans, 0) > 0
-    inverse = tl.where(has_nan, 0.0, tl.div_rn(QMAX, tl.maximum(absmax, SMALLEST)))
+    inverse = tl.where(has_nan, float("nan"), tl.div_rn(QMAX, tl.maximum(absmax, SMALLEST)))
     tl.store(scales + t, tl.where(has_nan, float("nan"), tl.div_rn(absmax, QMAX)))
     for start in tl.range(0, K, BLOCK):
         v = tl.load(x + t * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * inverse
