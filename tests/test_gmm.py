@@ -9,8 +9,10 @@ import torch
 
 import lowgmm
 from cases import CASES, Case
-from lowgmm import cpu
+from lowgmm import cpu, native
+from lowgmm.formats import INT8
 from lowgmm.gpu import H200
+from lowgmm.quant import quantize_rows
 from lowgmm.shapes import UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
 from lowgmm.tune import Problem, TileConfig, pick, supports
@@ -88,14 +90,59 @@ def test_queue_resets_itself(config: str, device: torch.device) -> None:
     assert seen[0].tolist() == [3, 0]
 
 
+@pytest.fixture(params=["native", "onednn"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which form CPU weights are packed into; native only where it was built and the CPU can run it."""
+    if request.param == "onednn":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("the native loops were not built, or this CPU lacks AVX512-VNNI")
+    return str(request.param)
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_packed_weights_equal_plain_ones(case: Case) -> None:
+def test_packed_weights_equal_plain_ones(case: Case, packing: str) -> None:
     o = case.operands("int8")
     packed = cpu.pack(o.weights)
     assert packed.values is None
-    plain = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32)
-    assert torch.equal(lowgmm.gmm(o.x, packed, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32), plain)
-    check_gmm(plain, o)
+    assert torch.equal(packed.plain(), o.w)
+    for out_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        plain = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=out_dtype)
+        y = lowgmm.gmm(o.x, packed, o.scales_x, expert_sizes=o.sizes, out_dtype=out_dtype)
+        assert torch.equal(y, plain)
+        check_gmm(y, o)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_packed_weights_quantise_as_the_definition_does(dtype: torch.dtype, packing: str) -> None:
+    """Also a zero row, NaN and Inf, a K that is no multiple of anything, strided rows, and more rows than one chunk."""
+    w, rows = lowgmm.quantize(torch.randn(2, 70, 101), "int8"), 800
+    x = torch.randn(rows, 128).to(dtype)[:, :101]
+    x[3], x[5, 2], x[7, 1] = 0, float("nan"), float("inf")
+    sizes = torch.tensor([790, 10])
+    for clip in (None, 1.0):
+        xq, scales = quantize_rows(x, INT8, clip)
+        expected = lowgmm.gmm(xq, w, scales, expert_sizes=sizes, out_dtype=torch.float32)
+        y = lowgmm.gmm(x, cpu.pack(w), expert_sizes=sizes, out_dtype=torch.float32, clip=clip)
+        assert torch.equal(y.nan_to_num(7), expected.nan_to_num(7))
+        assert y[5].isnan().all()
+        values, found = lowgmm.quantize_tokens(x, "int8", clip)
+        assert torch.equal(values, xq)
+        assert torch.equal(found.nan_to_num(7), scales.nan_to_num(7))
+
+
+def test_native_sums_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest sums of either sign, where the unsigned weights' surplus alone would overflow INT32 several times."""
+    if native.library() is None:
+        pytest.skip("the native loops were not built, or this CPU lacks AVX512-VNNI")
+    K = 66_000
+    w = torch.stack([torch.full((3, K), v, dtype=torch.int8) for v in (127, -128)])
+    x = torch.full((2, K), 127, dtype=torch.int8)
+    stand_in = w.new_empty(1).expand(w.shape)
+    operands = [stand_in, native.pack(w)]
+    offsets = torch.tensor([0, 1, 2])
+    y = torch.ops.lowgmm.gmm(x, operands, None, None, offsets, None, None, "auto", None, torch.int32)
+    assert y.tolist() == [[127 * 127 * K] * 3, [-128 * 127 * K] * 3]
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

@@ -7,7 +7,7 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowgmm
-from lowgmm import cpu
+from lowgmm import cpu, native
 from lowgmm.testing import make_operands
 
 ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -28,12 +28,18 @@ def test_opcheck_gmm(dtype: str, device: torch.device) -> None:
     torch.library.opcheck(torch.ops.lowgmm.gmm_out.default, (*args, out), test_utils=tests)
 
 
-def test_opcheck_packed_weights() -> None:
-    # The other opcheck tests clone their inputs through data_ptr, which a packed (opaque) tensor does not have.
+@pytest.mark.parametrize("packing", ["native", "onednn"])
+def test_opcheck_packed_weights(packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tests = ALL
+    if packing == "onednn":
+        monkeypatch.setattr(native, "library", lambda: None)
+        tests = ALL[3:]  # the others clone their inputs through data_ptr, which oneDNN's opaque tensors do not have
+    elif native.library() is None:
+        pytest.skip("the native loops were not built, or this CPU lacks AVX512-VNNI")
     o = make_operands([5, 0, 7], 48, 64, "int8")
-    weights = list(cpu.pack(o.weights).packed)
+    weights = cpu.pack(o.weights).operands
     args = (o.x, weights, o.scales_x, o.scales_w, o.offsets, None, None, "auto", None, torch.bfloat16)
-    torch.library.opcheck(torch.ops.lowgmm.gmm.default, args, test_utils=ALL[3:])
+    torch.library.opcheck(torch.ops.lowgmm.gmm.default, args, test_utils=tests)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8"])

@@ -9,7 +9,7 @@ from lowgmm import ops as _ops  # noqa: F401  (registers torch.ops.lowgmm)
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.reference import activate
 from lowgmm.routing import Routing, route
-from lowgmm.shapes import ShapeError, bind
+from lowgmm.shapes import ShapeError
 from lowgmm.tune import TileConfig
 from lowgmm.validate import check_moe, check_sizes
 
@@ -85,7 +85,6 @@ def gmm(
             )
         operands, scales_w = weights.operands, weights.scales
     else:
-        bind("gmm", weights=(weights, "E N K"))
         operands = [weights]
     offsets = _offsets(expert_offsets, expert_sizes)
     tile = None if config is None else str(config)

@@ -1,9 +1,9 @@
-"""The CPU backend: experts in a loop over torch's own matrix products.
+"""The CPU backend: one native call for packed INT8 weights, torch's own matrix products expert by expert for the rest.
 
-INT8 runs in oneDNN with *unsigned* activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of
-0.7 ms for a 4096² product on an AVX512-VNNI machine, torch 2.13). So activations are stored as x + 128 with zero point
-128, which oneDNN corrects for exactly. FP8 has no CPU instruction to run on: its weights are widened to FP32 one expert
-at a time, which is slow.
+Packed INT8 runs in ``native/int8_gmm.c`` where that was built and the CPU has AVX512-VNNI, else in oneDNN with
+*unsigned* activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of 0.7 ms for a 4096²
+product, torch 2.13). So activations are stored as x + 128 with zero point 128, which oneDNN corrects for exactly. FP8 has
+no CPU instruction to run on: its weights are widened to FP32 one expert at a time, which is slow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lowgmm.formats import INT8, QuantFormat, QuantTensor, format_of
+from lowgmm import native
+from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, format_of
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import ShapeError, UnsupportedError
 
@@ -28,8 +29,7 @@ QUANTIZE_ROWS = 64
 
 
 def pack(q: QuantTensor) -> QuantTensor:
-    """INT8 weights in oneDNN's blocked layout, one tensor (which reads as [K, N]) per expert; the result does not keep
-    ``q.values`` alive.
+    """INT8 weights in the form that this CPU multiplies fastest; the result does not keep ``q.values`` alive.
 
     >>> import torch
     >>> from lowgmm import quantize
@@ -43,10 +43,19 @@ def pack(q: QuantTensor) -> QuantTensor:
         raise UnsupportedError(
             f"pack: the CPU backend packs int8 weights on the CPU, got {q.format.name} on {q.device}."
         )
-    return QuantTensor(None, q.scales, q.format, tuple(torch.ops.onednn.qlinear_prepack(w, None) for w in q.values))
+    stand_in = q.values.new_empty(1).expand(q.values.shape)
+    if native.library() is not None:
+        packed = Packed(stand_in, (native.pack(q.values),), lambda p: native.unpack(p.parts[0], *p.stand_in.shape[1:]))
+    else:
+        blocked = tuple(torch.ops.onednn.qlinear_prepack(w, None) for w in q.values)
+        packed = Packed(stand_in, blocked, lambda p: torch.stack([w.to_dense().T for w in p.parts]))
+    return QuantTensor(None, q.scales, q.format, packed)
 
 
 def quantize_tokens(x: Tensor, fmt: QuantFormat, clip: float | None) -> tuple[Tensor, Tensor]:
+    """As ``quant.quantize_rows`` defines it."""
+    if fmt is INT8 and x.numel() and native.library() is not None:
+        return native.quantize_tokens(x, clip)
     return quantize_rows(x, fmt, clip)
 
 
@@ -60,19 +69,22 @@ def gmm(
     bias: Tensor | None,
     clip: float | None,
 ) -> None:
-    """Fill ``out [M, N]``. ``weights`` is [w [E, N, K]] or E packed tensors; a float ``x`` is quantised if the weights
-    are."""
+    """Fill ``out [M, N]``. ``weights`` are a QuantTensor's operands, or [w [E, N, K]]; a float ``x`` is quantised if
+    they are."""
     bounds = checked_bounds(offsets, x.shape[0])
     if bounds[-1] < x.shape[0]:
         out[bounds[-1] :].zero_()
     groups = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
-    if weights[0].is_mkldnn:
-        _gmm_packed(out, x, weights, scales_x, scales_w, groups, bias, clip)
+    if len(weights) > 1 and weights[1].is_mkldnn:
+        _gmm_onednn(out, x, weights[1:], scales_x, scales_w, groups, bias, clip)
+        return
+    if len(weights) > 1:
+        native.gmm(out, x, weights[1], scales_x, scales_w, offsets, bias, clip)
         return
     w = weights[0]
     fmt = format_of(w.dtype)
     if fmt is not None and x.dtype.is_floating_point and x.dtype != w.dtype:
-        x, scales_x = quantize_rows(x, fmt, clip)
+        x, scales_x = quantize_tokens(x, fmt, clip)
     for e, a, b in groups:
         y = _product(x[a:b], w[e], out.dtype)
         if scales_w is not None:
@@ -93,7 +105,7 @@ def _product(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:
     return x.float() @ w.float().T
 
 
-def _gmm_packed(
+def _gmm_onednn(
     out: Tensor,
     x: Tensor,
     weights: list[Tensor],
@@ -105,7 +117,7 @@ def _gmm_packed(
 ) -> None:
     if not out.dtype.is_floating_point:
         raise UnsupportedError(
-            "gmm: packed CPU weights give scaled results only (oneDNN converts the INT32 sum to FP32 itself). "
+            "gmm: weights packed for oneDNN give scaled results only (it converts the INT32 sum to FP32 itself). "
             "Pass plain [E, N, K] weights for INT32 output."
         )
     n_size = out.shape[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,37 +56,47 @@ def format_of(dtype: torch.dtype) -> QuantFormat | None:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """A backend's own form of [E, N, K] values."""
+
+    stand_in: Tensor
+    """Has the values' shape and dtype, but no data."""
+    parts: tuple[Tensor, ...]
+    unpack: Callable[[Packed], Tensor]
+    """Back to the values."""
+
+
+@dataclass(frozen=True)
 class QuantTensor:
     """Quantised weights: values, scales and format together. Not a Tensor subclass, so that a stray torch op fails
     loudly.
 
     values  [E, N, K] in the format's dtype, or None once a backend has packed them
     scales  [E, N] float32
-    packed  a backend's own form of ``values`` (E tensors of [K, N]); when it is there, ``values`` is not: one copy is
-    alive
+    packed  the values in a backend's own form; when it is there, ``values`` is not: one copy is alive
     """
 
     values: Tensor | None
     scales: Tensor
     format: QuantFormat
-    packed: tuple[Tensor, ...] = field(default=())
+    packed: Packed | None = None
 
     def __post_init__(self) -> None:
-        if (self.values is None) == (not self.packed):
+        if (self.values is None) == (self.packed is None):
             raise ShapeError("QuantTensor: exactly one of 'values' and 'packed' must be given.")
 
     @property
     def operands(self) -> list[Tensor]:
-        """What crosses the op boundary: one [E, N, K] tensor, or E packed [K, N] tensors."""
-        return [self.values] if self.values is not None else list(self.packed)
+        """What crosses the op boundary: the [E, N, K] values; or their stand-in, then the packed parts."""
+        if self.packed is not None:
+            return [self.packed.stand_in, *self.packed.parts]
+        assert self.values is not None
+        return [self.values]
 
     @property
     def shape(self) -> torch.Size:
         """[E, N, K]."""
-        if self.values is not None:
-            return self.values.shape
-        k_size, n_size = self.packed[0].shape
-        return torch.Size((len(self.packed), n_size, k_size))
+        return self.operands[0].shape
 
     @property
     def device(self) -> torch.device:
@@ -93,9 +104,10 @@ class QuantTensor:
 
     def plain(self) -> Tensor:
         """[E, N, K] values, unpacked into a new tensor if a backend had packed them."""
-        if self.values is not None:
-            return self.values
-        return torch.stack([w.to_dense().T for w in self.packed])
+        if self.packed is not None:
+            return self.packed.unpack(self.packed)
+        assert self.values is not None
+        return self.values
 
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same weights on ``device``, in plain form."""

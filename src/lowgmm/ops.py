@@ -79,7 +79,7 @@ def _gmm_into(
     if impl == "reference":
         from lowgmm import reference
 
-        out.copy_(reference.gmm(x, _plain(weights), scales_x, scales_w, offsets, bias=bias))
+        out.copy_(reference.gmm(x, weights[0], scales_x, scales_w, offsets, bias=bias))
         return
     from lowgmm.kernels.grouped_mm import grouped_mm
     from lowgmm.tune import TileConfig
@@ -89,12 +89,6 @@ def _gmm_into(
     with torch.cuda.device(out.device) if on_gpu else nullcontext():
         tile = None if config is None else TileConfig.parse(config)
         grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
-
-
-def _plain(weights: list[Tensor]) -> Tensor:
-    if weights[0].dim() == 2:
-        raise UnsupportedError("gmm: impl='reference' needs plain [E, N, K] weights; these were packed for the CPU.")
-    return weights[0]
 
 
 def _gmm(
@@ -154,10 +148,14 @@ def _gmm_out(
 def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
     check_tokens(x, clip, impl)
     fmt = get_format(format)
-    if impl == "reference" or (impl == "auto" and x.device.type == "cpu"):
+    if impl == "reference":
         from lowgmm.quant import quantize_rows
 
         return quantize_rows(x, fmt, clip)
+    if impl == "auto" and x.device.type == "cpu":
+        from lowgmm import cpu
+
+        return cpu.quantize_tokens(x, fmt, clip)
     from lowgmm.gpu import describe
     from lowgmm.kernels.quantize import quantize_tokens
 

@@ -43,25 +43,20 @@ def check_gmm(
 ) -> tuple[int, int]:
     """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
     check_impl("gmm", impl)
-    packed = weights[0].dim() == 2  # plain weights are one [E, N, K] tensor
-    if packed and impl == "triton":
-        raise UnsupportedError("gmm: impl='triton' needs plain [E, N, K] weights; these were packed for the CPU.")
+    if len(weights) > 1 and impl != "auto":
+        raise UnsupportedError(f"gmm: impl={impl!r} needs plain [E, N, K] weights; these were packed for the CPU.")
     sizes = bind(
         "gmm",
         input=(x, "M K"),
-        weights=(weights[0], "K N" if packed else "E N K"),
-        expert_offsets=(offsets, "E+1" if not packed else "offsets"),
+        weights=(weights[0], "E N K"),
+        expert_offsets=(offsets, "E+1"),
         scales_x=(scales_x, "M 1?"),
         scales_w=(scales_w, "E N 1?"),
         bias=(bias, "E N"),
         output=(output, "M N"),
     )
-    if packed and (len(weights) != offsets.shape[0] - 1 or sizes.get("E", len(weights)) != len(weights)):
-        raise ShapeError(
-            f"gmm: {len(weights)} packed experts need expert_offsets [{len(weights) + 1}], got {list(offsets.shape)}."
-        )
-    if sizes["K"] == 0 or offsets.shape[0] < 2:
-        raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={offsets.shape[0] - 1}.")
+    if sizes["K"] == 0 or sizes["E"] == 0:
+        raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={sizes['E']}.")
     check_device(
         "gmm",
         input=x,
