@@ -2,8 +2,8 @@
 
 Packed INT8 runs in ``native/int8_gmm.c`` where that was built and the CPU has AVX512-VNNI, else in oneDNN with
 *unsigned* activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of 0.7 ms for a 4096²
-product, torch 2.13). So activations are stored as x + 128 with zero point 128, which oneDNN corrects for exactly. FP8 has
-no CPU instruction to run on: its weights are widened to FP32 one expert at a time, which is slow.
+product, torch 2.13). So activations are stored as x + 128 with zero point 128, which oneDNN corrects for exactly. FP8
+has no CPU instruction to run on: its weights are widened to FP32 one expert at a time, which is slow.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def gmm(
     Shapes as :func:`lowgmm.gmm`. Rows that belong to no expert are zero. The integer sum is exact: |Σ| < 2^53.
 
     >>> import torch
-    >>> gmm(torch.ones(3, 2), torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]]), expert_sizes=torch.tensor([1,
-    2])).flatten().tolist()
+    >>> w = torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]])
+    >>> gmm(torch.ones(3, 2), w, expert_sizes=torch.tensor([1, 2])).flatten().tolist()
     [2.0, 4.0, 4.0]
     """
     if isinstance(weights, QuantTensor):
