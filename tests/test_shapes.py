@@ -22,7 +22,7 @@ from lowgmm.shapes import (
     check_no_overlap,
 )
 from lowgmm.testing import check_gmm, make_operands
-from test_cases_support import BACKENDS, SMALL, Backend
+from test_cases_support import BACKENDS, KERNELS, SMALL, Backend
 
 # ---- bind ------------------------------------------------------------------------------------------------------------
 
@@ -193,8 +193,11 @@ GMM_ERRORS = [
 @pytest.mark.parametrize("case", wrong(GMM_ERRORS))
 def test_gmm_errors(case: Wrong) -> None:
     check_gmm(lowgmm.gmm(**right_gmm()), make_operands([3, 0, 5], 32, 64, "int8"))
+    arguments = right_gmm() | case.change
+    if arguments.get("impl") == "triton":
+        arguments = {k: v.to(KERNELS.device) if isinstance(v, torch.Tensor) else v for k, v in arguments.items()}
     with pytest.raises(case.error, match=case.match) as caught:
-        lowgmm.gmm(**right_gmm() | case.change)
+        lowgmm.gmm(**arguments)
     assert str(caught.value).startswith("gmm: ") or "config" in str(caught.value)
 
 

@@ -44,7 +44,8 @@ def record(device: torch.device) -> dict[str, Any]:
         "platform": platform.platform(),
         "python": platform.python_version(),
     }
-    found |= {p: v for p in ("lowgmm", "torch", "triton", "transformers") if (v := _version(p)) is not None}
+    found |= {p: v for p in ("lowgmm", "triton", "transformers") if (v := _version(p)) is not None}
+    found["torch"] = torch.__version__  # names the build (+cpu, +cu130), which the package's metadata may not
     if device.type == "cuda":
         found["cuda"] = torch.version.cuda
         found |= {f"gpu.{k}": v for k, v in _nvidia_smi(device).items()}

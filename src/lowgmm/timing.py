@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowgmm import native
 from lowgmm.roofline import Machine
 from lowgmm.shapes import ShapeError, UnsupportedError
 
@@ -228,7 +229,10 @@ def read_bandwidth(device: torch.device, *, size: int | None = None, repeats: in
     where memory is short."""
     if size is None:
         size = min(4 << 30, torch.cuda.mem_get_info(device)[0] // 4) if device.type == "cuda" else 512 << 20
-    data = torch.ones(size // 8, dtype=torch.int64, device=device)
+    data = torch.empty(size // 8, dtype=torch.int64, device=device)
+    if device.type == "cpu":
+        native.advise_huge_pages(data)  # as the library's own weights have them
+    data.fill_(1)
 
     def check(_: int, total: Tensor) -> None:
         assert int(total) == data.numel(), f"sum is {int(total)}, expected {data.numel()}"

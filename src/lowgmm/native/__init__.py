@@ -84,7 +84,7 @@ def advise_huge_pages(t: Tensor) -> None:
     """2 MiB pages where the system gives them on request: a stream of weights then translates fewer addresses."""
     huge, advice = 2 << 20, 14  # MADV_HUGEPAGE
     start = -(-t.data_ptr() // huge) * huge
-    length = (t.data_ptr() + t.numel() - start) // huge * huge
+    length = (t.data_ptr() + t.nbytes - start) // huge * huge
     if length > 0:
         ctypes.CDLL(None).madvise(_p(start), ctypes.c_size_t(length), advice)  # a hint: refusal changes nothing
 
