@@ -42,5 +42,13 @@ GMM_CASES = {
         even("article-decode", 64, 2048, 4096, 16),
         even("article-balanced", 32, 4096, 4096, 64),
         GmmCase("article-skewed", 4096, 4096, SKEWED_SIZES),
+        *(even(f"article-small-k-{rows}", 64, 3072, 768, rows) for rows in (16, 128)),
+        even("mixtral-prefill", 8, 28672, 4096, 2048),
+        *(even(f"qwen3-gate-up-{rows}", 128, 1536, 2048, rows) for rows in (4, 64, 512)),
+        *(even(f"qwen3-down-{rows}", 128, 2048, 768, rows) for rows in (4, 64, 512)),
+        *(even(f"deepseek-v3-gate-up-{rows}", 32, 4096, 7168, rows) for rows in (4, 32, 256, 1024)),
+        *(even(f"deepseek-v3-down-{rows}", 32, 7168, 2048, rows) for rows in (4, 32, 256, 1024)),
+        even("gpt-oss-16", 128, 5760, 2880, 16),
     )
 }
+"""What the grouped matmul is measured on: decode, prefill, skewed and odd shapes of public models."""
