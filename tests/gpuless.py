@@ -69,7 +69,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     element, integer = ELEMENT[problem.dtype], not problem.dtype.is_floating_point
     if target.backend == "hip" and element == "fp8e4nv":
         element = "fp8e4b8"
-    pointers = dict.fromkeys(("tile_expert", "tile_row", "tile_end", "state"), "*i32")
+    pointers = dict.fromkeys(("offsets", "table", "ticket"), "*i32")
     x, w = f"*{element}", f"*{element}"
     if config.tma:
         x = f"tensordesc<{element}[{config.block_m}, {config.block_k}]>"
@@ -78,6 +78,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     constants: dict[str, Any] = {
         "bias": None,
         "LAUNCH": LAUNCHES.index(config.launch),
+        "GROUPS": triton.next_power_of_2(problem.E + 1),
         "BM": config.block_m,
         "BN": config.block_n,
         "BK": config.block_k,

@@ -135,7 +135,7 @@ def one_axis(grid: ast.expr) -> bool:
 def test_a03_every_grid_has_one_axis() -> None:
     """Axes y and z end at 65 535 programs. All rows are on axis x, because no launch has another."""
     grids = [grid for path in KERNEL_SOURCES for grid in launch_grids(path.read_text())]
-    assert len(grids) >= 3
+    assert len(grids) >= 2
     assert all(map(one_axis, grids)), [ast.unparse(g) for g in grids if not one_axis(g)]
 
 

@@ -220,7 +220,7 @@ def test_explain(capsys):
     for part in (
         "memory bound",
         "measured  210.0 us",
-        "tiles     16x128x256",
+        "tiles     16x64x256",
         "what to change",
         "arithmetic intensity",
     ):

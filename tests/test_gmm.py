@@ -70,26 +70,6 @@ def test_every_launch_gives_the_same_bits(config: str, device: torch.device) -> 
     assert torch.equal(y.double(), replace(o, scales_x=None, scales_w=None).exact())
 
 
-@pytest.mark.parametrize("config", ["16x32x64-swap-queue1-4w2s", "16x32x64-queue2-4w2s"])
-def test_queue_resets_itself(config: str, device: torch.device) -> None:
-    """The ticket counter is back at zero after a launch, so the same schedule can be launched again."""
-    from lowgmm.kernels import grouped_mm as module
-
-    o = make_operands([5, 0, 20], 64, 64, "int8", device=device.type)
-    seen = []
-    original = module.tile_schedule
-
-    def spy(*args: object) -> object:
-        schedule, state = original(*args)
-        seen.append(state)
-        return schedule, state
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "tile_schedule", spy)
-        lowgmm.gmm(o.x, o.w, expert_sizes=o.sizes, out_dtype=torch.int32, impl="triton", config=config)
-    assert seen[0].tolist() == [3, 0]
-
-
 @pytest.fixture(params=["native", "onednn"])
 def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Which form CPU weights are packed into; native only where it was built and the CPU can run it."""

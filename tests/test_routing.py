@@ -177,30 +177,62 @@ def test_bad_offsets_stay_inside_the_tensors(offsets: list[int]) -> None:
 
 @kernels_only
 @pytest.mark.parametrize("block_m", [16, 128])
-def test_the_kernel_builds_the_same_schedule(block_m: int) -> None:
-    """Equal in all entries, the padding too, for good offsets and bad."""
-    from lowgmm.kernels.route import tile_schedule as on_device
+def test_kernels_number_tiles_alike(block_m: int) -> None:
+    """Equal to the definition in every tile, for good offsets; for bad ones, every tile stays inside the tensors."""
+    from schedule_kernel import list_tiles
 
     good = [([0, *torch.tensor(s).cumsum(0).tolist()], extra) for s in group_sizes() for extra in (0, 20)]
-    cases = [(o, o[-1] + extra) for o, extra in good if o[-1] + extra > 0] + [(o, 40) for o in BAD]
-    for offsets, num_rows in cases[:: 1 if KERNELS.device == "cuda" else 2] + cases[-len(BAD) :]:
+    cases = [(o, o[-1] + extra) for o, extra in good if o[-1] + extra > 0]
+    cases = [*cases[:: 1 if KERNELS.device == "cuda" else 2], ([0, 0, 5000], 5000), ([0, 17, 17], 5000)]
+    for offsets, num_rows in cases:
         given = torch.tensor(offsets, dtype=torch.int32)
         expected = tile_schedule(given, num_rows, block_m)
-        s, state = on_device(given.to(KERNELS.device), num_rows, block_m)
-        assert as_rows(s) == as_rows(expected), (offsets, num_rows)
-        for name in ("expert", "row", "end", "count"):
-            assert torch.equal(getattr(s, name).cpu(), getattr(expected, name)), (name, offsets, num_rows)
-        assert state.tolist() == [int(expected.count), 0]
+        count, tiles = list_tiles(given.to(KERNELS.device), num_rows, block_m, expected.expert.numel())
+        assert count == int(expected.count), (offsets, num_rows)
+        assert torch.equal(tiles[:, :3], torch.stack([expected.expert, expected.row, expected.end], 1)), (
+            offsets,
+            num_rows,
+        )
+    for offsets in BAD:
+        given = torch.tensor(offsets, dtype=torch.int32).to(KERNELS.device)
+        count, tiles = list_tiles(given, 40, block_m, 1000)
+        assert count <= 1000
+        for expert, row, end, _ in tiles[:count].tolist():
+            assert 0 <= expert < len(offsets)
+            assert 0 <= row < end <= 40
 
 
 @kernels_only
-def test_many_row_tiles_of_one_expert() -> None:
-    """More tiles than the kernel writes at a time."""
-    from lowgmm.kernels.route import tile_schedule as on_device
+def test_a_thousand_experts() -> None:
+    """The largest table there is a model for, most of it empty."""
+    from schedule_kernel import list_tiles
 
-    for offsets in ([0, 0, 5000], [0, 17, 17]):
-        given = torch.tensor(offsets, dtype=torch.int32)
-        expected, (s, _) = tile_schedule(given, 5000, 16), on_device(given.to(KERNELS.device), 5000, 16)
-        assert int(expected.count) > 300
-        for name in ("expert", "row", "end", "count"):
-            assert torch.equal(getattr(s, name).cpu(), getattr(expected, name)), name
+    sizes = torch.zeros(1024, dtype=torch.int32)
+    sizes[[0, 511, 512, 1023]] = torch.tensor([1, 16, 17, 33], dtype=torch.int32)
+    offsets = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    expected = tile_schedule(offsets, 70, 16)
+    count, tiles = list_tiles(offsets.to(KERNELS.device), 70, 16, expected.expert.numel())
+    assert count == int(expected.count) == 1 + 1 + 2 + 3 + 1
+    assert torch.equal(tiles[:, :3], torch.stack([expected.expert, expected.row, expected.end], 1))
+
+
+@kernels_only
+@pytest.mark.parametrize("tiles_n", [1, 3])
+def test_bands_cover_every_tile_once(tiles_n: int) -> None:
+    """Experts of fewer row tiles than a band, of one band exactly, and of more; in a band, row tiles change fastest."""
+    from schedule_kernel import list_tiles
+
+    sizes = torch.tensor([17, 8 * 16, 0, 19 * 16 + 1], dtype=torch.int32)
+    offsets = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    rows = int(sizes.sum())
+    expected = tile_schedule(offsets, rows, 16)
+    bound = int(expected.count) * tiles_n
+    count, tiles = list_tiles(offsets.to(KERNELS.device), rows, 16, bound, tiles_n)
+    assert count == bound
+    found = [tuple(t) for t in tiles.tolist()]
+    assert len(set(found)) == bound
+    assert {t[:3] for t in found} == set(as_rows(expected))
+    assert {t[3] for t in found} == set(range(tiles_n))
+    first_band = [t for t in found if t[0] == 3][: 8 * tiles_n]
+    assert [t[3] for t in first_band] == [n for n in range(tiles_n) for _ in range(8)]
+    assert len({t[1] for t in first_band}) == 8

@@ -97,7 +97,8 @@ class TileSchedule:
 def tile_schedule(offsets: Tensor, num_rows: int, block_m: int) -> TileSchedule:
     """Cut every expert's rows into tiles: ``ceil(size / block_m)`` each, in expert order.
 
-    The definition of a schedule in torch; the GPU builds the same one in a single kernel (``kernels/route.py``).
+    The definition of a schedule in torch; the kernels number their tiles alike (``kernels/tiles.py``), without a table
+    in memory.
     Offsets are clamped to ``[0, num_rows]``, so that bad device-side offsets can give wrong rows but never an access
     outside the tensors.
 

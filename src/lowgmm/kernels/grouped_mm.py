@@ -9,8 +9,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.gpu import describe
-from lowgmm.kernels.route import tile_schedule
-from lowgmm.kernels.tiles import accumulate, store
+from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
+from lowgmm.routing import max_row_tiles
 from lowgmm.shapes import UnsupportedError
 from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
 
@@ -71,10 +71,9 @@ def grouped_mm_kernel(
     scales_x,  # (M,) float32
     scales_w,  # (E, N) float32
     bias,  # (E, N)
-    tile_expert,  # (tiles,) int32; EXPERT launch: (E+1,) int32 offsets
-    tile_row,  # (tiles,) int32
-    tile_end,  # (tiles,) int32
-    state,  # (2,) int32: tiles in use, next ticket
+    offsets,  # (E+1,) int32
+    table,  # (GROUPS,) int32: scratch for tiles.count_tiles
+    ticket,  # (1,) int32, zero: the QUEUE launch's counter
     M,
     E,
     N,
@@ -84,6 +83,7 @@ def grouped_mm_kernel(
     stride_wn,
     stride_ym,
     LAUNCH: tl.constexpr,
+    GROUPS: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -97,53 +97,47 @@ def grouped_mm_kernel(
     SCALED_W: tl.constexpr,
     BIAS: tl.constexpr,
 ):
-    """Tile number = row_tile · tiles_n + n_tile, so that the N tiles of one row tile run together and share its rows in
-    L2.
+    """Tiles are numbered expert by expert (``tiles.find_tile``), and handed out in one of four ways.
 
     GRID        grid (max_row_tiles · tiles_n,): a tile each at most.
     PERSISTENT  grid (programs,): tile numbers in a fixed stride.
     QUEUE       grid (programs,): tile numbers from an atomic ticket; a program takes its next ticket before it
-    computes, so the
-                atomic's latency is hidden. Every program draws exactly one ticket too many, and the last of those
-                resets the counter: no memset between launches, and CUDA graphs can replay.
+    computes,
+                so that the atomic's latency is hidden.
     EXPERT      grid (E+1,): program e walks all tiles of expert e. The article's first version; it shows what balancing
-    is worth.
+                is worth.
     """
     pid = tl.program_id(0)
     tiles_n = tl.cdiv(N, BN)
-    if LAUNCH == GRID or LAUNCH == PERSISTENT:
-        total = tl.load(state) * tiles_n
-        # Flattening fuses the tile loop with the K loop, so that the next tile's loads overlap this one's epilogue.
-        for tile in tl.range(pid, total, tl.num_programs(0), flatten=LAUNCH == PERSISTENT):
-            at = tile // tiles_n
-            expert, row, end = tl.load(tile_expert + at), tl.load(tile_row + at), tl.load(tile_end + at)
-            one_tile(
-                x, w, y, scales_x, scales_w, bias, expert, row, end, tile % tiles_n, E, N, K,
-                stride_xm, stride_we, stride_wn, stride_ym,
-                BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
-            )  # fmt: skip
-    elif LAUNCH == QUEUE:
-        total = tl.load(state) * tiles_n
-        ticket = tl.atomic_add(state + 1, 1, sem="relaxed")
-        while ticket < total:
-            next_ticket = tl.atomic_add(state + 1, 1, sem="relaxed")
-            at = ticket // tiles_n
-            expert, row, end = tl.load(tile_expert + at), tl.load(tile_row + at), tl.load(tile_end + at)
-            one_tile(
-                x, w, y, scales_x, scales_w, bias, expert, row, end, ticket % tiles_n, E, N, K,
-                stride_xm, stride_we, stride_wn, stride_ym,
-                BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
-            )  # fmt: skip
-            ticket = next_ticket
-        if ticket == total + tl.num_programs(0) - 1:
-            tl.store(state + 1, 0)
-    else:
-        start = tl.minimum(tl.maximum(tl.load(tile_expert + pid), 0), M)
-        end = tl.minimum(tl.maximum(tl.load(tile_expert + pid + 1, mask=pid < E, other=M), 0), M)
+    if LAUNCH == EXPERT:
+        start, end = group_bounds(offsets, pid, M, E)
+        expert = pid
         for row in tl.range(start, end, BM):
             for n_tile in tl.range(0, tiles_n):
                 one_tile(
-                    x, w, y, scales_x, scales_w, bias, pid, row, end, n_tile, E, N, K,
+                    x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
+                    stride_xm, stride_we, stride_wn, stride_ym,
+                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+                )  # fmt: skip
+    else:
+        total = count_tiles(offsets, table, M, E, BM, GROUPS) * tiles_n
+        if LAUNCH == QUEUE:
+            tile = tl.atomic_add(ticket, 1, sem="relaxed")
+            while tile < total:
+                next_tile = tl.atomic_add(ticket, 1, sem="relaxed")
+                expert, row, end, n_tile = find_tile(offsets, table, tile, tiles_n, M, E, BM, GROUPS)
+                one_tile(
+                    x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
+                    stride_xm, stride_we, stride_wn, stride_ym,
+                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+                )  # fmt: skip
+                tile = next_tile
+        else:
+            # Flattening fuses the tile loop with the K loop, so that the next tile's loads overlap this one's epilogue.
+            for tile in tl.range(pid, total, tl.num_programs(0), flatten=LAUNCH == PERSISTENT):
+                expert, row, end, n_tile = find_tile(offsets, table, tile, tiles_n, M, E, BM, GROUPS)
+                one_tile(
+                    x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
                     stride_xm, stride_we, stride_wn, stride_ym,
                     BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
                 )  # fmt: skip
@@ -179,14 +173,15 @@ def grouped_mm(
         raise UnsupportedError(f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes.")
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     if config.launch == "expert":
-        tile_expert = tile_row = tile_end = state = offsets
         grid = num_experts + 1
     else:
-        schedule, state = tile_schedule(offsets, num_rows, bm)
-        tile_expert, tile_row, tile_end = schedule.expert, schedule.row, schedule.end
-        grid = tile_expert.numel() * triton.cdiv(n_size, bn)
+        grid = max_row_tiles(num_rows, num_experts, bm) * triton.cdiv(n_size, bn)
         if config.launch != "grid":
             grid = min(grid, gpu.sms * config.programs_per_sm)
+    groups = triton.next_power_of_2(num_experts + 1)
+    table = torch.empty(groups, dtype=torch.int32, device=x.device)
+    # A ticket of the call's own: one kept between calls could be drawn by two streams at once.
+    ticket = torch.zeros(1, dtype=torch.int32, device=x.device) if config.launch == "queue" else table
     integer = not x.dtype.is_floating_point
     grouped_mm_kernel[(grid,)](
         TensorDescriptor.from_tensor(x, [bm, bk]) if config.tma else x,
@@ -195,10 +190,9 @@ def grouped_mm(
         scales_x,
         scales_w,
         bias,
-        tile_expert,
-        tile_row,
-        tile_end,
-        state,
+        offsets,
+        table,
+        ticket,
         num_rows,
         num_experts,
         n_size,
@@ -208,6 +202,7 @@ def grouped_mm(
         w.stride(1),
         out.stride(0),
         LAUNCH=LAUNCHES.index(config.launch),
+        GROUPS=groups,
         BM=bm,
         BN=bn,
         BK=bk,

@@ -1,9 +1,66 @@
-"""The pieces every grouped-matmul kernel is built from: one tile's mainloop and its epilogue."""
+"""The pieces every grouped-matmul kernel is built from: finding a tile, its mainloop, its epilogue."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def group_bounds(offsets, group, M, E):
+    """First row of a group and one past its last, clamped to [0, M]; group E is the rows behind the last expert."""
+    start = tl.minimum(tl.maximum(tl.load(offsets + group, mask=group <= E, other=0), 0), M)
+    end = tl.minimum(tl.maximum(tl.load(offsets + group + 1, mask=group < E, other=M), 0), M)
+    return start, end
+
+
+@triton.jit
+def count_tiles(
+    offsets,  # (E+1,) int32
+    table,  # (GROUPS,) int32, written: row tiles up to and including each group
+    M,
+    E,
+    BM: tl.constexpr,
+    GROUPS: tl.constexpr,  # power of two > E
+):
+    """Number the row tiles, expert by expert, and return how many there are (``routing.tile_schedule`` is the
+    definition).
+
+    Every program of a launch does this for itself: a few hundred nanoseconds, where a launch of its own would cost
+    several microseconds on an H200. They all write the same numbers to the same table, and each reads only after its
+    own write.
+    """
+    group = tl.arange(0, GROUPS)
+    start, end = group_bounds(offsets, group, M, E)
+    tiles = tl.where(group <= E, tl.cdiv(tl.maximum(end - start, 0), BM), 0)
+    tl.store(table + group, tl.cumsum(tiles, 0))
+    tl.debug_barrier()
+    return tl.sum(tiles, 0)
+
+
+BAND = tl.constexpr(8)
+"""Row tiles of one expert that run side by side on each column tile: weights larger than L2 are read once per band."""
+
+
+@triton.jit
+def find_tile(offsets, table, tile, tiles_n, M, E, BM: tl.constexpr, GROUPS: tl.constexpr):
+    """Group, first row, end of the group's rows, and column tile of tile number ``tile``: a scalar binary search.
+
+    A group's tiles follow each other in bands of BAND row tiles; in a band, row tiles change fastest.
+    """
+    group = tile * 0
+    for step in tl.static_range(1, 32):
+        if (GROUPS >> step) > 0:
+            before = tl.load(table + group + (GROUPS >> step) - 1)
+            group = tl.where(before * tiles_n <= tile, group + (GROUPS >> step), group)
+    first = tl.load(table + group - 1, mask=group > 0, other=0)
+    row_tiles = tl.load(table + group) - first
+    start, end = group_bounds(offsets, group, M, E)
+    local = tile - first * tiles_n
+    band = local // (BAND * tiles_n)
+    height = tl.minimum(row_tiles - band * BAND, BAND)
+    local -= band * BAND * tiles_n
+    return group, start + (band * BAND + local % height) * BM, end, local // height
 
 
 @triton.jit
