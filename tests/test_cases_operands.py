@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 import lowgmm
 from lowgmm import cpu
 from lowgmm.gpu import Gpu
-from lowgmm.quant import quantize_rows
+from lowgmm.quant import quantize_rows, to_fnuz
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
 from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
@@ -296,3 +297,35 @@ def test_a31_output_over_an_input_is_refused(backend: Backend, victim: str) -> N
         with pytest.raises(ShapeError, match=f"'output' overlaps '{victim}'"):
             lowgmm.gmm(**tensors, output=output, **run)
     lowgmm.gmm(**tensors, output=buffer[size : size + 7 * 32].view(7, 32), **run)
+
+
+def test_a23_every_code_survives_conversion_to_fnuz() -> None:
+    """AMD's FP8 has other bits: -0 there is NaN, NaN here would be a number there, and all else means half as much."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    values, scales = codes.view(torch.float8_e4m3fn), torch.tensor([0.37])
+    converted, doubled = to_fnuz(values, scales)
+    assert converted.dtype == torch.float8_e4m3fnuz
+    before, after = values.float() * scales, converted.float() * doubled
+    finite = before.isfinite()
+    assert finite.sum() == 254
+    assert torch.equal(after[finite], before[finite])
+    assert after[~finite].isnan().all()
+    assert converted.view(torch.uint8)[[0x80, 0x7F, 0xFF]].tolist() == [0x00, 0x80, 0x80]
+    assert not torch.equal(codes.view(torch.float8_e4m3fnuz).float() * doubled, before), "the bits alone would not do"
+
+
+@kernels_only
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a23_operands_for_fnuz_hardware_mean_the_same(scaled: bool) -> None:
+    """What the launcher hands to a GPU whose FP8 is e4m3fnuz (the interpreter has no such type: the oracle judges)."""
+    from lowgmm.kernels.grouped_mm import as_fnuz
+
+    assert Gpu("AMD MI300X", (9, 4), sms=304, shared_memory=65_536, backend="hip").fnuz
+    assert not Gpu("NVIDIA H200", (9, 0), sms=132, shared_memory=232_448).fnuz
+    o = make_operands([5, 0, 20], 40, 64, "fp8", extra_rows=2)
+    if not scaled:
+        o = replace(o, scales_x=None, scales_w=None)
+    x, w, scales_x, scales_w = as_fnuz(o.x, o.w, o.scales_x, o.scales_w)
+    assert x.dtype == w.dtype == torch.float8_e4m3fnuz
+    assert (scales_x.shape, scales_w.shape) == ((27,), (3, 40))
+    assert torch.equal(replace(o, x=x, w=w, scales_x=scales_x, scales_w=scales_w).exact(), o.exact())

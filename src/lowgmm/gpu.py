@@ -26,6 +26,11 @@ class Gpu:
         """Tensor memory accelerator: Hopper and newer."""
         return self.backend == "cuda" and self.capability >= (9, 0)
 
+    @property
+    def fnuz(self) -> bool:
+        """Its FP8 is e4m3fnuz (MI300), not e4m3fn: other bits for the same numbers."""
+        return self.backend == "hip" and self.capability == (9, 4)
+
     def lacks(self, fmt: QuantFormat | None) -> str | None:
         """Why ``fmt`` cannot be multiplied here, or None if it can."""
         if fmt is not None and not fmt.exact and self.backend == "cuda" and self.capability < (8, 9):

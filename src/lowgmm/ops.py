@@ -159,8 +159,13 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
     from lowgmm.gpu import describe
     from lowgmm.kernels.quantize import quantize_tokens
 
-    if (why := describe(x.device).lacks(fmt)) is not None:
+    gpu = describe(x.device)
+    if (why := gpu.lacks(fmt)) is not None:
         raise UnsupportedError(f"quantize_tokens: {why}")
+    if gpu.fnuz and not fmt.exact:  # the kernel would need to store e4m3fn, which that hardware cannot make
+        from lowgmm.quant import quantize_rows
+
+        return quantize_rows(x, fmt, clip)
     with torch.cuda.device(x.device) if x.device.type != "cpu" else nullcontext():
         return quantize_tokens(x, fmt, clip)
 

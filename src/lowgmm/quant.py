@@ -90,3 +90,23 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     True
     """
     return (q.plain().float() * q.scales.unsqueeze(-1)).to(dtype)
+
+
+def to_fnuz(values: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:
+    """FP8 e4m3fn codes and their scales as e4m3fnuz, the FP8 of AMD's MI300; the numbers they stand for stay the same.
+
+    The same bits mean half as much in e4m3fnuz, so the scales double (exactly). Two codes differ: 0x80 is -0 in e4m3fn
+    but NaN in e4m3fnuz, and e4m3fn's NaNs 0x7F and 0xFF would be the numbers ±240.
+
+    Args:
+        values: float8_e4m3fn of any shape. scales: of any shape, or None for 1.
+
+    >>> import torch
+    >>> codes, scales = to_fnuz(torch.tensor([1.5, -0.0]).to(torch.float8_e4m3fn), torch.tensor([2.0]))
+    >>> (codes.float() * scales).tolist()
+    [3.0, 0.0]
+    """
+    bits = values.view(torch.uint8)
+    bits = torch.where(bits == 0x80, 0, torch.where(bits & 0x7F == 0x7F, 0x80, bits)).to(torch.uint8)
+    doubled = values.new_full((1,), 2.0, dtype=torch.float32) if scales is None else scales * 2
+    return bits.view(torch.float8_e4m3fnuz), doubled

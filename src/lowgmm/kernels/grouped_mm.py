@@ -10,6 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.gpu import describe
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
+from lowgmm.quant import to_fnuz
 from lowgmm.routing import max_row_tiles
 from lowgmm.shapes import UnsupportedError
 from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
@@ -162,7 +163,10 @@ def grouped_mm(
     on one device."""
     (num_rows, k_size), (num_experts, n_size) = x.shape, w.shape[:2]
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
-    gpu, problem = describe(x.device), Problem(num_experts, num_rows, n_size, k_size, x.dtype, out.dtype)
+    gpu = describe(x.device)
+    if gpu.fnuz and x.dtype == torch.float8_e4m3fn:
+        x, w, scales_x, scales_w = as_fnuz(x, w, scales_x, scales_w)
+    problem = Problem(num_experts, num_rows, n_size, k_size, x.dtype, out.dtype)
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
@@ -220,6 +224,17 @@ def grouped_mm(
         # care. Only fp32 operands are multiplied by ordinary instructions, twice as many of them without fusion.
         enable_fp_fusion=x.dtype == torch.float32,
     )
+
+
+def as_fnuz(
+    x: Tensor, w: Tensor, scales_x: Tensor | None, scales_w: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """FP8 operands and their scales for hardware whose FP8 is e4m3fnuz.
+
+    Done at every call, which is slow: correct first. Nobody has measured this library on that hardware yet.
+    """
+    (x, scales_x), (w, scales_w) = to_fnuz(x, scales_x), to_fnuz(w, scales_w)
+    return x, w, scales_x.expand(x.shape[0]).contiguous(), scales_w.expand(w.shape[:2]).contiguous()
 
 
 def _tma_ready(x: Tensor, w: Tensor) -> bool:
