@@ -27,13 +27,12 @@ from lowgmm.workloads import GMM_CASES, GmmCase
 
 CUDA = torch.device("cuda")
 FEW = (
-    "16x128x256-swap-tma-persistent2-4w4s",
-    "16x128x256-swap-tma-persistent1-4w4s",
-    "16x128x256-swap-tma-grid-4w4s",
     "16x64x256-swap-tma-persistent2-4w4s",
+    "16x64x256-swap-tma-persistent2-4w5s",
     "16x64x256-swap-tma-grid-4w4s",
+    "16x64x128-swap-tma-persistent4-4w4s",
     "16x128x128-swap-tma-persistent2-4w4s",
-    "16x256x128-swap-tma-persistent1-8w4s",
+    "16x128x256-swap-tma-persistent1-4w4s",
 )
 MID = (
     "32x128x128-swap-tma-persistent2-4w4s",
@@ -41,17 +40,14 @@ MID = (
     "64x128x128-swap-tma-persistent2-4w4s",
     "64x128x128-swap-tma-grid-4w4s",
     "64x128x128-tma-grid-4w4s",
-    "64x256x128-swap-tma-persistent1-8w4s",
-    "64x128x256-swap-tma-persistent1-8w3s",
+    "64x128x128-tma-persistent2-4w4s",
 )
 MANY = (
-    "128x128x128-tma-persistent1-8w4s",
     "128x128x128-tma-persistent2-4w3s",
+    "128x128x128-tma-persistent2-8w3s",
+    "128x128x128-tma-grid-4w3s",
     "128x256x128-tma-persistent1-8w3s",
-    "128x256x128-tma-grid-8w3s",
-    "128x256x128-swap-tma-persistent1-8w3s",
     "256x128x128-tma-persistent1-8w3s",
-    "128x256x64-tma-persistent1-8w4s",
 )
 
 
