@@ -44,7 +44,7 @@ size: ## lines of each file, longest first
 	@find src tests bench examples -name '*.py' 2>/dev/null | xargs wc -l | sort -rn
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) build dist src/*.egg-info src/lowgmm/native/*.so .pytest_cache .mypy_cache .ruff_cache
 	find src tests bench examples -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
 # The environment, in three steps, each with a stamp so that the next run skips it. A new environment is made when the

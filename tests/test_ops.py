@@ -54,7 +54,7 @@ def test_compile_fullgraph_dynamic(packed: bool) -> None:
     torch._dynamo.reset()
     q = lowgmm.quantize(torch.randn(3, 32, 64), "int8")
     w = cpu.pack(q) if packed else q
-    graphs = CompileCounterWithBackend("inductor")
+    graphs = CompileCounterWithBackend("aot_eager")
 
     @torch.compile(fullgraph=True, dynamic=True, backend=graphs)
     def double(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

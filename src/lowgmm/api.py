@@ -34,8 +34,7 @@ def gmm(
     ``Y[m, n] = (Σ_k X[m, k] · W[e, n, k]) · scales_w[e, n] · scales_x[m] + bias[e, n]`` for the rows
     ``offsets[e] <= m < offsets[e + 1]`` of expert e. Rows behind the last expert are exactly zero.
 
-    Precision: INT8 products are summed exactly in INT32 over all of K (K · 127² < 2³¹, so K up to 133 000), then
-    converted once;
+    Precision: INT8 products are summed exactly in INT32 over all of K (at most 131 071), then converted once;
     FP8 and 16-bit products are summed in FP32, on Hopper with FP8 partial sums promoted to FP32 every 128 of K. The two
     scales are applied in the order above, in FP32.
 
@@ -193,7 +192,10 @@ def moe_ffn(
     h = activate(_gather_gmm(hidden, w13, routing, between, clip, impl), activation)
     y = _down_gmm(h, w2, routing, between, impl)
     y = y[routing.inverse].view(n["T"], n["A"], n["H"])
-    return torch.einsum("tah,ta->th", y.float(), topk_weights.float()).to(hidden.dtype)
+    # A slot without an expert has zeros in y, but its weight may be anything. No matrix product: autocast lowers those.
+    has_expert = (topk_ids >= 0) & (topk_ids < n["E"])
+    weights = topk_weights.float().where(has_expert, 0.0)
+    return (y.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
 
 
 def _gather_gmm(

@@ -9,6 +9,7 @@ has no CPU instruction to run on: its weights are widened to FP32 one expert at 
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from lowgmm import native
 from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, format_of
 from lowgmm.quant import quantize_rows
-from lowgmm.shapes import ShapeError, UnsupportedError
+from lowgmm.shapes import UnsupportedError
 
 ZERO_POINT = 128
 
@@ -45,11 +46,19 @@ def pack(q: QuantTensor) -> QuantTensor:
         )
     stand_in = q.values.new_empty(1).expand(q.values.shape)
     if native.library() is not None:
-        packed = Packed(stand_in, (native.pack(q.values),), lambda p: native.unpack(p.parts[0], *p.stand_in.shape[1:]))
+        packed = Packed(stand_in, (native.pack(q.values),), _unpack_native)
     else:
-        blocked = tuple(torch.ops.onednn.qlinear_prepack(w, None) for w in q.values)
-        packed = Packed(stand_in, blocked, lambda p: torch.stack([w.to_dense().T for w in p.parts]))
+        blocked = tuple(torch.ops.onednn.qlinear_prepack(_dense(w), None) for w in q.values)
+        packed = Packed(stand_in, blocked, _unpack_onednn)
     return QuantTensor(None, q.scales, q.format, packed)
+
+
+def _unpack_native(p: Packed) -> Tensor:
+    return native.unpack(p.parts[0], *p.stand_in.shape[1:])
+
+
+def _unpack_onednn(p: Packed) -> Tensor:
+    return torch.stack([w.to_dense().T for w in p.parts])
 
 
 def quantize_tokens(x: Tensor, fmt: QuantFormat, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -71,7 +80,7 @@ def gmm(
 ) -> None:
     """Fill ``out [M, N]``. ``weights`` are a QuantTensor's operands, or [w [E, N, K]]; a float ``x`` is quantised if
     they are."""
-    bounds = checked_bounds(offsets, x.shape[0])
+    bounds: list[int] = offsets.tolist()
     if bounds[-1] < x.shape[0]:
         out[bounds[-1] :].zero_()
     groups = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
@@ -99,10 +108,22 @@ def gmm(
 def _product(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:
     """``x [m, K] @ w [N, K].T`` in INT32 for INT8, else in FP32 unless operands and result share a dtype."""
     if x.dtype == torch.int8:
-        return torch._int_mm(x.contiguous(), w.T)
+        return _int_mm(x, w)
     if x.dtype == w.dtype == out_dtype:
         return x @ w.T
     return x.float() @ w.float().T
+
+
+def _int_mm(x: Tensor, w: Tensor) -> Tensor:
+    """torch._int_mm of operands that it gets right: it takes a stride of 0 at its word, and is wrong at K = 1."""
+    if x.shape[1] == 1:
+        x, w = (torch.nn.functional.pad(t, (0, 1)) for t in (x, w))
+    return torch._int_mm(_dense(x), _dense(w).T)
+
+
+def _dense(t: Tensor) -> Tensor:
+    """A matrix with strides [columns, 1]: asked, because a [1, K] slice of a broadcast counts as contiguous."""
+    return t if t.stride() == (t.shape[1], 1) else t.clone(memory_format=torch.contiguous_format)
 
 
 def _gmm_onednn(
@@ -122,7 +143,9 @@ def _gmm_onednn(
         )
     n_size = out.shape[1]
     unsigned, scales = _to_unsigned(x, scales_x, clip)
-    ones, zeros = torch.ones(n_size), torch.zeros(n_size, dtype=torch.int64)
+    on_cpu: dict[str, Any] = {"device": "cpu"}  # whatever the caller's default device and dtype are
+    ones = torch.ones(n_size, dtype=torch.float32, **on_cpu)
+    zeros = torch.zeros(n_size, dtype=torch.int64, **on_cpu)
     linear = torch.ops.onednn.qlinear_pointwise.default
     channel = scales_w if scales_w is not None else ones.expand(len(weights), n_size)
     for e, a, b in groups:
@@ -139,34 +162,14 @@ def _gmm_onednn(
 def _to_unsigned(x: Tensor, scales_x: Tensor | None, clip: float | None) -> tuple[Tensor, Tensor]:
     """``x`` as uint8 with zero point 128, with MIN_ROWS - 1 spare rows behind it, and its scales [M, 1]."""
     num_rows, k_size = x.shape
-    unsigned = torch.empty((num_rows + MIN_ROWS - 1, k_size), dtype=torch.uint8)
+    unsigned = torch.empty((num_rows + MIN_ROWS - 1, k_size), dtype=torch.uint8, device="cpu")
     unsigned[num_rows:].zero_()
+    scales = torch.empty((num_rows, 1), dtype=torch.float32, device="cpu")
     if not x.dtype.is_floating_point:
         torch.bitwise_xor(x.view(torch.uint8), ZERO_POINT, out=unsigned[:num_rows])
-        return unsigned, scales_x.unsqueeze(1) if scales_x is not None else torch.ones(num_rows, 1)
-    scales = torch.empty(num_rows, 1)
+        return unsigned, torch.ones_like(scales) if scales_x is None else scales_x.unsqueeze(1)
     for a in range(0, num_rows, QUANTIZE_ROWS):
         rows = slice(a, min(a + QUANTIZE_ROWS, num_rows))
         values, scales[rows, 0] = quantize_rows(x[rows], INT8, clip)
         torch.bitwise_xor(values.view(torch.uint8), ZERO_POINT, out=unsigned[rows])
     return unsigned, scales
-
-
-def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:
-    """The offsets as a list, or a :class:`ShapeError` if they do not cut [0, num_rows] into groups."""
-    bounds: list[int] = offsets.tolist()
-    problem = None
-    if bounds[0] != 0:
-        problem = f"start at {bounds[0]}, expected 0"
-    elif bounds[-1] > num_rows:
-        problem = f"end at {bounds[-1]}, but input has only {num_rows} rows"
-    else:
-        falls = next((e for e, (a, b) in enumerate(pairwise(bounds)) if b < a), None)
-        if falls is not None:
-            problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
-    if problem:
-        raise ShapeError(
-            f"gmm: expert_offsets {problem}. Expected the running sum of the expert sizes, [0, s0, s0+s1, …]; "
-            f"if these are sizes, pass them as expert_sizes."
-        )
-    return bounds

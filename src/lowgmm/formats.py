@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowgmm.shapes import ShapeError, UnsupportedError
+from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError, bind
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Packed:
     """Back to the values."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class QuantTensor:
     """Quantised weights: values, scales and format together. Not a Tensor subclass, so that a stray torch op fails
     loudly.
@@ -84,6 +84,12 @@ class QuantTensor:
     def __post_init__(self) -> None:
         if (self.values is None) == (self.packed is None):
             raise ShapeError("QuantTensor: exactly one of 'values' and 'packed' must be given.")
+        values = self.operands[0]
+        if values.dtype != self.format.dtype:
+            raise DtypeError(
+                f"QuantTensor: values are {values.dtype}, expected {self.format.name}'s {self.format.dtype}."
+            )
+        bind("QuantTensor", values=(values, "E N K"), scales=(self.scales, "E N 1?"))
 
     @property
     def operands(self) -> list[Tensor]:

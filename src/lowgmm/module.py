@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowgmm.api import moe_ffn
-from lowgmm.formats import INT8, QuantTensor
+from lowgmm.formats import INT8, QuantTensor, get_format
 from lowgmm.quant import quantize
 
 WEIGHTS = ("w13", "w2")
@@ -20,7 +20,7 @@ class MoEExperts(nn.Module):
 
     ``forward(hidden [T, H], topk_ids [T, A], topk_weights [T, A]) -> [T, H]``: see :func:`lowgmm.moe_ffn`.
 
-    On a CPU, INT8 weights live in oneDNN's packed form only: packed when the module is built or moved there, and
+    On a CPU, INT8 weights live in a packed form only: packed when the module is built or moved there, and
     unpacked for ``state_dict`` and for a move to another device. ``.half()`` and the like leave quantised weights and
     their scales as they are.
     Inference only: the weights are not parameters.
@@ -38,7 +38,7 @@ class MoEExperts(nn.Module):
 
     def __init__(self, w13: Tensor | QuantTensor, w2: Tensor | QuantTensor, activation: str = "silu") -> None:
         super().__init__()
-        self.w13, self.w2 = _settle(w13), _settle(w2)
+        self.w13, self.w2 = (_settle(w.detach() if isinstance(w, Tensor) else w) for w in (w13, w2))
         self.activation = activation
 
     @classmethod
@@ -68,6 +68,25 @@ class MoEExperts(nn.Module):
                 w = fn(w)
             setattr(self, name, _settle(w))
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles carry plain bytes: packed weights belong to this CPU, oneDNN's cannot be copied at all, and
+        # pickle does not know float8.
+        weights = {name: getattr(self, name) for name in WEIGHTS}
+        carried = {
+            name: (w.plain().view(torch.uint8), w.scales, w.format.name)
+            for name, w in weights.items()
+            if isinstance(w, QuantTensor)
+        }
+        return {**self.__dict__, **carried}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name in WEIGHTS:
+            if isinstance(state[name], tuple):
+                values, scales, fmt = state[name]
+                w = QuantTensor(values.view(get_format(fmt).dtype), scales, get_format(fmt))
+                state = {**state, name: _settle(w)}
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name in WEIGHTS:

@@ -6,7 +6,9 @@ imported when an operator first runs, so importing lowgmm imports neither triton
 
 from __future__ import annotations
 
+import functools
 import os
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from lowgmm.formats import FLOATS, format_of, get_format
 from lowgmm.shapes import UnsupportedError
-from lowgmm.validate import check_gmm, check_tokens
+from lowgmm.validate import check_gmm, check_tokens, checked_bounds
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -33,8 +35,6 @@ def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
     """With LOWGMM_DEBUG=1, read device offsets back and check their contents. Costs a synchronisation, so it is off
     otherwise."""
     if os.environ.get("LOWGMM_DEBUG", "0") not in ("", "0"):
-        from lowgmm.cpu import checked_bounds
-
         checked_bounds(offsets, num_rows)
 
 
@@ -53,15 +53,17 @@ def _gmm_into(
     impl: str,
     config: str | None,
 ) -> None:
+    on_gpu = out.device.type != "cpu"
+    if impl == "auto":
+        impl = "triton" if on_gpu else "cpu"
+    if not on_gpu and impl != "triton":
+        checked_bounds(offsets, x.shape[0])
     if out.numel() == 0:
         return
     # Kernels see one layout of scales: [M] and [E, N], float32, contiguous. No-ops in the usual case.
     scales_x = None if scales_x is None else scales_x.reshape(x.shape[0]).float().contiguous()
     scales_w = None if scales_w is None else scales_w.reshape(-1, out.shape[1]).float().contiguous()
     bias = None if bias is None else bias.contiguous()
-    on_gpu = out.device.type != "cpu"
-    if impl == "auto":
-        impl = "triton" if on_gpu else "cpu"
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
     if impl == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
@@ -175,8 +177,23 @@ def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
+def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Without gradients (out= variants refuse operands that need one) and autocast (it would lower the FP32 sums)."""
+
+    @functools.wraps(function)
+    def run(*args: Any) -> Any:
+        device = args[0].device.type
+        with torch.no_grad():
+            if torch.is_autocast_enabled(device):
+                with torch.autocast(device, enabled=False):
+                    return function(*args)
+            return function(*args)
+
+    return run
+
+
 def _register(name: str, function: Any, fake: Any) -> None:
-    function = torch.no_grad()(function)  # inference only; out= variants refuse operands that require a gradient
+    function = _plainly(function)
     for key in ("CPU", "MkldnnCPU", "CUDA"):  # a packed weight's key outranks CPU's
         library.impl(name, function, key)
     torch.library.register_fake(f"lowgmm::{name}", fake, lib=library)

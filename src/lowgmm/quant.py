@@ -36,15 +36,8 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tup
     q = (x * inverse.unsqueeze(-1)).nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
     if not fmt.dtype.is_floating_point:
         q = q.round_()
-    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype), absmax / qmax
-
-
-def check_tokens(op: str, x: Tensor, clip: float | None) -> None:
-    check_dtype(op, "x", x, FLOATS)
-    if x.dim() != 2:
-        raise ShapeError(f"{op}: argument 'x' has shape {list(x.shape)}, expected [T, K].")
-    if clip is not None and not clip > 0:
-        raise ShapeError(f"{op}: argument 'clip' is {clip}, expected a positive threshold or None.")
+    q = q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype, memory_format=torch.contiguous_format)
+    return q, absmax / qmax
 
 
 def quantize(w: Tensor, format: str) -> QuantTensor:
@@ -70,6 +63,7 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
     """
     fmt = get_format(format)
     check_dtype("quantize", "w", w, FLOATS)
+    w = w.detach()  # or the scales would keep the dense weights alive, as part of an autograd graph
     if w.dim() == 2:
         w = w.unsqueeze(0)
     if w.dim() != 3:

@@ -1,7 +1,8 @@
-"""Every check of the public operations' arguments that does not need the tensors' contents."""
+"""Every check of the public operations' arguments."""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from lowgmm.shapes import (
 IMPLS = ("auto", "reference", "triton")
 """auto: the device's backend. reference: the fp64 oracle. triton: the GPU kernels, on a CPU only under
 TRITON_INTERPRET=1."""
+
+
+MAX_EXACT_K = (2**31 - 1) // 128**2
+"""131 071: the largest sum, K · (-128)², must fit INT32."""
 
 
 def check_impl(op: str, impl: str) -> None:
@@ -57,10 +62,16 @@ def check_gmm(
     )
     if sizes["K"] == 0 or sizes["E"] == 0:
         raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={sizes['E']}.")
+    fmt = format_of(weights[0].dtype)
+    if fmt is not None and fmt.exact and sizes["K"] > MAX_EXACT_K:
+        raise ShapeError(
+            f"gmm: K={sizes['K']} is more than {MAX_EXACT_K}, up to which an INT8 sum is sure to fit INT32."
+        )
     check_device(
         "gmm",
         input=x,
         weights=weights[0],
+        packed_weights=weights[-1],
         scales_x=scales_x,
         scales_w=scales_w,
         expert_offsets=offsets,
@@ -177,3 +188,23 @@ def check_moe(
     if clip is not None and not isinstance(w13, QuantTensor):
         raise ShapeError(f"moe_ffn: clip={clip} applies where hidden is quantised, but w13 is not a QuantTensor.")
     return sizes
+
+
+def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:
+    """The offsets as a list, or a :class:`ShapeError` if they do not cut [0, num_rows] into groups."""
+    bounds: list[int] = offsets.tolist()
+    problem = None
+    if bounds[0] != 0:
+        problem = f"start at {bounds[0]}, expected 0"
+    elif bounds[-1] > num_rows:
+        problem = f"end at {bounds[-1]}, but input has only {num_rows} rows"
+    else:
+        falls = next((e for e, (a, b) in enumerate(pairwise(bounds)) if b < a), None)
+        if falls is not None:
+            problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
+    if problem:
+        raise ShapeError(
+            f"gmm: expert_offsets {problem}. Expected the running sum of the expert sizes, [0, s0, s0+s1, …]; "
+            f"if these are sizes, pass them as expert_sizes."
+        )
+    return bounds

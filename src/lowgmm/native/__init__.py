@@ -11,6 +11,8 @@ import functools
 import math
 import os
 import threading
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
@@ -45,11 +47,17 @@ class _Gmm(ctypes.Structure):
 @functools.cache
 def library() -> Any | None:
     """The loaded library, or None where it cannot run."""
-    built = sorted(Path(__file__).parent.glob("_int8*.so"))
-    if not built or os.environ.get("LOWGMM_NATIVE", "1") == "0":
+    # Only what this interpreter built: a folder may hold another Python's library, of another version of the code.
+    names = (Path(__file__).with_name(f"_int8{suffix}") for suffix in EXTENSION_SUFFIXES)
+    built = next((path for path in names if path.exists()), None)
+    if built is None or os.environ.get("LOWGMM_NATIVE", "1") == "0":
         return None
-    loaded = ctypes.CDLL(str(built[0]))
-    return loaded if loaded.lowgmm_supported() else None
+    loaded = ctypes.CDLL(str(built))
+    if not loaded.lowgmm_supported():
+        return None
+    if loaded.lowgmm_layout() != ctypes.sizeof(_Quantize) << 16 | ctypes.sizeof(_Gmm):
+        raise ImportError(f"{built} was built from another version of lowgmm: build it again (pip install).")
+    return loaded
 
 
 @functools.cache
@@ -57,23 +65,29 @@ def _parallel() -> int | None:
     """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; None (one thread) where it uses another."""
     try:
         with open("/proc/self/maps") as maps:
-            paths = {line.split()[-1] for line in maps if "libgomp" in line}
-    except OSError:
+            lines = [line.rstrip("\n").split(maxsplit=5) for line in maps]
+        paths = {fields[5] for fields in lines if len(fields) == 6 and "libgomp" in Path(fields[5]).name}
+        inside = [p for p in paths if "torch" in p] or list(paths)
+        if len(inside) != 1:
+            return None
+        return ctypes.cast(ctypes.CDLL(inside[0]).GOMP_parallel, _p).value
+    except (OSError, AttributeError):
         return None
-    inside = [p for p in paths if "torch" in p] or list(paths)
-    if len(inside) != 1:
-        return None
-    return ctypes.cast(ctypes.CDLL(inside[0]).GOMP_parallel, _p).value
+
+
+def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Memory for the C code: on the CPU and of this dtype, whatever the caller's defaults are."""
+    return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
 def pack(values: Tensor) -> Tensor:
     """``values [E, N, K]`` int8 -> uint8 [E, N/64, K/4, 64, 4], padded: see int8_gmm.c."""
     E, N, K = values.shape
     blocks, steps = -(-N // CHANNELS), -(-K // K_STEP)
-    out = torch.empty((E, blocks, steps, CHANNELS, K_STEP), dtype=torch.uint8)
+    out = _new((E, blocks, steps, CHANNELS, K_STEP), torch.uint8)
     advise_huge_pages(out)
     for e in range(E):  # expert by expert, so that the padded working copy is one expert's
-        padded = torch.zeros(blocks * CHANNELS, steps * K_STEP, dtype=torch.int8)
+        padded = _new((blocks * CHANNELS, steps * K_STEP), torch.int8).zero_()
         padded[:N, :K] = values[e]
         blocked = padded.view(torch.uint8).view(blocks, CHANNELS, steps, K_STEP).transpose(1, 2)
         torch.bitwise_xor(blocked, 128, out=out[e])
@@ -105,17 +119,17 @@ def _scratch(rows: int, width: int) -> Tensor:
     """[rows, width] int8, valid until this thread's next call."""
     size = rows * width
     if size > KEEP_BYTES:
-        return torch.empty(rows, width, dtype=torch.int8)
+        return _new((rows, width), torch.int8)
     kept: Tensor | None = getattr(_kept, "scratch", None)
     if kept is None or kept.numel() < size:
-        kept = _kept.scratch = torch.empty(size, dtype=torch.int8)
+        kept = _kept.scratch = _new((size,), torch.int8)
         advise_huge_pages(kept)
     return kept[:size].view(rows, width)
 
 
 def quantize_tokens(x: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """``quant.quantize_rows`` for INT8, to the bit: values [M, K] and scales [M] of a float ``x``."""
-    q = torch.empty(x.shape, dtype=torch.int8)
+    q = _new(x.shape, torch.int8)
     _, scales = _quantize_into(q, x, None, clip)
     assert scales is not None
     return q, scales
@@ -129,9 +143,9 @@ def _quantize_into(q: Tensor, x: Tensor, scales: Tensor | None, clip: float | No
     rows, K = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    sums = torch.empty(rows, dtype=torch.int32)
+    sums = _new((rows,), torch.int32)
     if x.dtype != torch.int8:
-        scales = torch.empty(rows)
+        scales = _new((rows,), torch.float32)
     args = _Quantize(
         x.data_ptr(),
         None if q.data_ptr() == x.data_ptr() else q.data_ptr(),

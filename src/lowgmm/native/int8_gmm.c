@@ -296,6 +296,9 @@ TARGET static void gmm_work(void *data)
     }
 }
 
+/* Sizes of the argument structs: what Python declares must be what was compiled. */
+int lowgmm_layout(void) { return (int)(sizeof(struct quantize_args) << 16 | sizeof(struct gmm_args)); }
+
 void lowgmm_quantize(struct quantize_args *a, parallel_t parallel, unsigned threads)
 {
     a->next = 0;
@@ -312,4 +315,5 @@ void lowgmm_gmm(struct gmm_args *a, parallel_t parallel, unsigned threads)
 
 #else
 int lowgmm_supported(void) { return 0; }
+int lowgmm_layout(void) { return 0; }
 #endif
