@@ -162,10 +162,10 @@ def test_bars(changes: dict[str, float], named: list[str]):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        pytest.param(["demo", "--tokens", "0"], "0 is not a positive number", id="tokens"),
+        pytest.param(["demo", "--tokens", "0"], "'0' is not a positive whole number", id="tokens"),
         pytest.param(["demo", "--device", "tpu"], "invalid choice: 'tpu'", id="device"),
         pytest.param(["demo", "--json", "no/such/folder/a.json"], "does not exist", id="json folder"),
-        pytest.param(["explain", "--rows", "1,-2"], "a size is negative", id="rows"),
+        pytest.param(["explain", "--rows", "1,-2"], "is not a number of rows", id="rows"),
         pytest.param(["explain", "--format", "int3"], "invalid choice: 'int3'", id="format"),
         pytest.param(["frobnicate"], "invalid choice: 'frobnicate'", id="command"),
     ],

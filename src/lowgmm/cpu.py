@@ -53,6 +53,13 @@ def pack(q: QuantTensor) -> QuantTensor:
     return QuantTensor(None, q.scales, q.format, packed)
 
 
+def int8_backend() -> str:
+    """What multiplies packed INT8 weights on this CPU, in words."""
+    if native.library() is not None:
+        return "native AVX512-VNNI loops"
+    return "oneDNN, one call per expert (the native loops were not built, are turned off, or need AVX512-VNNI)"
+
+
 def _unpack_native(p: Packed) -> Tensor:
     return native.unpack(p.parts[0], *p.stand_in.shape[1:])
 

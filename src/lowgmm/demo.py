@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowgmm import environment, evaluate, roofline, speed, timing
+from lowgmm import cpu, environment, evaluate, roofline, speed, timing
 from lowgmm.integrations.transformers import FORMATS, MissingDependencyError, register
 from lowgmm.shapes import ShapeError
 
@@ -102,6 +102,8 @@ def run(options: Options, say: Callable[[str], object] = print) -> dict[str, Any
         shown = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
         say(f"model     {type(model).__name__}, {shown}, on {environment.device_name(options.device)}")
         say(f"text      {windows.numel()} held-out tokens in windows of {windows.shape[1]}\n")
+        if options.device.type == "cpu":
+            say(f"INT8      {cpu.int8_backend()}")
         audit = _audited(model, windows)
         failed = [f for n, r in zip(IMPLEMENTATIONS, audit.results, strict=True) for f in failed_bars(n, r, BARS[n])]
         say(accuracy_text(audit))
@@ -173,10 +175,13 @@ def load(options: Options) -> tuple[Any, Any, Path]:
         ) from error
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, experts_implementation=REFERENCE, local_files_only=True
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, experts_implementation=REFERENCE, local_files_only=True
+        )
+    except Exception as error:  # transformers raises anything from KeyError to OSError for a folder it cannot read
+        raise DemoError(f"transformers cannot load {folder} as a MoE language model: {error}") from error
     return model.to(options.device).eval(), tokenizer, folder
 
 
