@@ -98,14 +98,14 @@ def _nvidia_smi(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this file is in, with a mark for uncommitted changes; of a copy without history what
-    LOWGMM_COMMIT says; None for an installed package."""
+    """The commit of the checkout this file is in, with a mark for uncommitted changes; without a history to ask, what
+    LOWGMM_COMMIT says."""
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return os.environ.get("LOWGMM_COMMIT")
     commit = _run("git", "-C", os.fspath(root), "rev-parse", "HEAD")
     changed = _run("git", "-C", os.fspath(root), "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if commit and changed else commit
+    return f"{commit}+changes" if commit and changed else commit or os.environ.get("LOWGMM_COMMIT")
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Named problems: layer shapes of public MoE models, grouped-matmul cases, and how unevenly tokens fall on experts."""
+"""Named problems: grouped matmuls of public MoE models, and those of the article that the library started from."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SKEWED_SIZES = (
     40, 20, 112, 2, 72, 10, 144, 28, 56, 3, 88, 14, 176, 36, 64, 47,
 )
 # fmt: on
-"""32 experts from 2 to 256 tokens, 2048 in all: the imbalance that the article reports."""
+"""32 experts from 2 to 256 tokens, 2048 in all: the imbalance that the article reports from a real service."""
 
 GMM_CASES = {
     case.name: case
