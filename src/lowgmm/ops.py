@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format
 from lowgmm.shapes import UnsupportedError
@@ -38,7 +39,7 @@ def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
         checked_bounds(offsets, num_rows)
 
 
-# gmm
+# gmm and gmm_out serve as their own fakes: the same checks, and no work on tensors without data.
 
 
 def _gmm_into(
@@ -106,25 +107,10 @@ def _gmm(
     out_dtype: torch.dtype,
 ) -> Tensor:
     shape = check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
-    out = torch.empty(shape, dtype=out_dtype, device=input.device)
-    _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
+    out = input.new_empty(shape, dtype=out_dtype)
+    if not isinstance(out, FakeTensor):
+        _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
     return out
-
-
-def _gmm_fake(
-    input: Tensor,
-    weights: list[Tensor],
-    scales_x: Tensor | None,
-    scales_w: Tensor | None,
-    expert_offsets: Tensor,
-    bias: Tensor | None,
-    clip: float | None,
-    impl: str,
-    config: str | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    shape = check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
-    return input.new_empty(shape, dtype=out_dtype)
 
 
 def _gmm_out(
@@ -140,7 +126,7 @@ def _gmm_out(
     output: Tensor,
 ) -> None:
     check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
-    if not isinstance(output, torch._subclasses.FakeTensor):
+    if not isinstance(output, FakeTensor):
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
 
 
@@ -199,6 +185,6 @@ def _register(name: str, function: Any, fake: Any) -> None:
     torch.library.register_fake(f"lowgmm::{name}", fake, lib=library)
 
 
-_register("gmm", _gmm, _gmm_fake)
+_register("gmm", _gmm, _gmm)
 _register("gmm_out", _gmm_out, _gmm_out)
 _register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)
