@@ -168,30 +168,47 @@ INLINE void store_halves(void *at, __m256i halves, __mmask16 m)
     else _mm256_mask_storeu_epi16(at, m, halves);
 }
 
-INLINE void store16(const struct tile *t, int64_t row, int channel, __m512i sum, __mmask16 m)
+/* float32 to bf16, round half to even; a NaN keeps its upper half and becomes quiet. */
+INLINE __m256i to_bf16(__m512 v)
 {
-    int64_t at = row * t->out_stride + channel;
-    sum = _mm512_sub_epi32(sum, _mm512_set1_epi32((int32_t)(128u * (uint32_t)t->sums[row])));
-    if (t->out_kind == I32) {
-        store_words((int32_t *)t->out + at, sum, m);
-        return;
+    __m512i bits = _mm512_castps_si512(v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+    __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+
+/* Scale and store a tile's sums: out = sum * scales_w * scales_x + bias. `full`: all 64 channels exist. */
+INLINE void store_tile(const struct tile *t, __m512i (*acc)[4], const int rows, const int full)
+{
+    __mmask16 m[4];
+    __m512 scale[4], bias[4];
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; ++c) {
+        m[c] = full ? 0xffff : tail(16 * c, t->channels);
+        scale[c] = t->scales_w ? _mm512_maskz_loadu_ps(m[c], t->scales_w + 16 * c) : _mm512_set1_ps(1.0f);
+        bias[c] = t->bias ? _mm512_maskz_loadu_ps(m[c], t->bias + 16 * c) : _mm512_setzero_ps();
     }
-    __m512 v = _mm512_cvtepi32_ps(sum);
-    if (t->scales_w) v = _mm512_mul_ps(v, _mm512_maskz_loadu_ps(m, t->scales_w + channel));
-    if (t->scales_x) v = _mm512_mul_ps(v, _mm512_set1_ps(t->scales_x[row]));
-    if (t->bias) v = _mm512_add_ps(v, _mm512_maskz_loadu_ps(m, t->bias + channel));
-    if (t->out_kind == F32) {
-        store_words((float *)t->out + at, _mm512_castps_si512(v), m);
-    } else if (t->out_kind == F16) {
-        store_halves((uint16_t *)t->out + at, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), m);
-    } else {
-        /* bf16, round half to even; a NaN keeps its upper half and becomes quiet */
-        __m512i bits = _mm512_castps_si512(v);
-        __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
-        __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-        rounded = _mm512_mask_or_epi32(rounded, nan, bits, _mm512_set1_epi32(0x400000));
-        store_halves((uint16_t *)t->out + at, _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16)), m);
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) {
+        const __m512i surplus = _mm512_set1_epi32((int32_t)(128u * (uint32_t)t->sums[r]));
+        const __m512 row_scale = _mm512_set1_ps(t->scales_x ? t->scales_x[r] : 1.0f);
+#pragma GCC unroll 4
+        for (int c = 0; c < 4; ++c) {
+            if (!full && !m[c]) continue;
+            const int64_t at = r * t->out_stride + 16 * c;
+            const __m512i sum = _mm512_sub_epi32(acc[r][c], surplus);
+            if (t->out_kind == I32) {
+                store_words((int32_t *)t->out + at, sum, m[c]);
+                continue;
+            }
+            __m512 v = _mm512_mul_ps(_mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale[c]), row_scale);
+            if (t->bias) v = _mm512_add_ps(v, bias[c]);
+            if (t->out_kind == F32) store_words((float *)t->out + at, _mm512_castps_si512(v), m[c]);
+            else if (t->out_kind == BF16) store_halves((uint16_t *)t->out + at, to_bf16(v), m[c]);
+            else store_halves((uint16_t *)t->out + at, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), m[c]);
+        }
     }
 }
 
@@ -221,11 +238,8 @@ INLINE void tile_of(const struct tile *t, const int rows)
             for (int c = 0; c < 4; ++c) acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], b[c], a);
         }
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < rows; ++r)
-#pragma GCC unroll 4
-        for (int c = 0; c < 4; ++c)
-            if (t->channels > 16 * c) store16(t, r, 16 * c, acc[r][c], tail(16 * c, t->channels));
+    if (t->channels >= CHANNELS) store_tile(t, acc, rows, 1);
+    else store_tile(t, acc, rows, 0);
 }
 
 TARGET static void tile_any(const struct tile *t, int rows)
