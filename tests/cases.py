@@ -34,5 +34,6 @@ CASES = (
     Case("rows behind the last expert", (3, 5), extra_rows=20),
     Case("N and K below any tile", (4, 9), N=33, K=100),
     Case("K of gpt-oss scaled down", (7, 3), N=90, K=180),
+    Case("K of gpt-oss and N below a tile", (7, 3), N=33, K=2880),
     Case("one row per expert", (1,) * 12, N=32, K=32),
 )

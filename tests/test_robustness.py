@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -225,3 +226,11 @@ def test_compiled_fp8_layer_with_transposed_input() -> None:
     call = (torch.randn(32, 9).T, torch.randint(0, 4, (9, 2)), torch.rand(9, 2))
     torch._dynamo.reset()
     assert torch.equal(torch.compile(layer, backend="aot_eager")(*call), layer(*call))
+
+
+def test_an_output_that_shares_memory_through_numpy_is_refused() -> None:
+    """Two tensors made from one NumPy array have storages of their own."""
+    memory = np.zeros((5, 64), dtype=np.float32)
+    x, output = torch.from_numpy(memory[:4]), torch.from_numpy(memory[1:])
+    with pytest.raises(ShapeError, match="'output' overlaps 'input'"):
+        lowgmm.gmm(x, torch.randn(1, 64, 64), expert_sizes=torch.tensor([4]), output=output)

@@ -18,6 +18,7 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 
 class ShapeError(ValueError):
@@ -124,11 +125,12 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
     for name, tensor in inputs.items():
         if tensor is None or tensor.numel() == 0 or tensor.is_mkldnn:
             continue
-        # Storages are compared by identity, not by data_ptr, so that the check also holds for fake tensors.
-        if tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
+        # Fake tensors have no address: there, two views of one storage are compared by their offsets in it.
+        fake = isinstance(output, FakeTensor) or output.is_meta
+        if fake and tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
             continue
-        a0, a1 = _byte_span(output)
-        b0, b1 = _byte_span(tensor)
+        a0, a1 = _byte_span(output, fake)
+        b0, b1 = _byte_span(tensor, fake)
         if a0 < b1 and b0 < a1:
             raise ShapeError(
                 f"{op}: 'output' overlaps '{name}' in memory; the result would overwrite an operand still in use. "
@@ -136,7 +138,7 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
             )
 
 
-def _byte_span(t: Tensor) -> tuple[int, int]:
-    first = int(t.storage_offset())
-    last = first + int(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)))
-    return first * t.element_size(), (last + 1) * t.element_size()
+def _byte_span(t: Tensor, fake: bool) -> tuple[int, int]:
+    first = int(t.storage_offset()) * t.element_size() if fake else t.data_ptr()
+    last = first + int(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
+    return first, last + t.element_size()
