@@ -125,6 +125,16 @@ def test_native_sums_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     assert y.tolist() == [[127 * 127 * K] * 3, [-128 * 127 * K] * 3]
 
 
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_kernels_with_a_broadcast_row(dtype: str, device: torch.device) -> None:
+    """A row stride of 0, which a TMA descriptor cannot hold; and a row stride beyond K, which it can."""
+    o = make_operands([1, 5, 3], 48, 64, dtype, device=device.type)
+    for x in (o.x[:1].expand_as(o.x), torch.cat([o.x, o.x], 1)[:, :64]):
+        spread = replace(o, x=x)
+        y = lowgmm.gmm(x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32, impl="triton")
+        check_gmm(y, spread)
+
+
 @pytest.mark.parametrize("format", ["int8", "fp8"])
 @pytest.mark.parametrize("impl", ["auto", "triton", "reference"])
 def test_dynamic_quantisation_is_quantize_tokens(format: str, impl: str, device: torch.device) -> None:

@@ -113,7 +113,7 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
     return None
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)  # bounded: every token count is a problem of its own
 def pick(problem: Problem, gpu: Gpu) -> TileConfig:
     """The configuration used when none is asked for: by rows per expert, then made to fit the GPU.
 

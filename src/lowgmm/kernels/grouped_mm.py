@@ -243,5 +243,6 @@ def _tma_ready(x: Tensor, w: Tensor) -> bool:
         x.data_ptr() % 16 == 0
         and w.data_ptr() % 16 == 0
         and x.stride(0) * x.element_size() % 16 == 0
+        and x.stride(0) >= x.shape[1]  # a broadcast row has stride 0, which no descriptor can hold
         and w.is_contiguous()
     )
