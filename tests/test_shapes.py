@@ -42,7 +42,7 @@ BIND_ERRORS = [
     pytest.param(
         {"s": ((5, 2), "M 1?")}, "'s' has 2 dimensions, expected 1", "[M], got [5, 2]", id="optional axis wide"
     ),
-    pytest.param({"o": ((5,), "M+1")}, "'o' has 5 where M+1=6 is expected", "[M+1], got [5]", id="plus one"),
+    pytest.param({"o": ((0,), "E+1")}, "'o' has 0 where E+1 is expected", "[E+1], got [0]", id="plus one"),
     pytest.param({"d": ((9, 5), "2I M")}, "'d' has 9 where 2I is expected", "[2I, M], got [9, 5]", id="odd double"),
     pytest.param({"z": ((), "M")}, "'z' has 0 dimensions, expected 1", "[M], got []", id="scalar"),
 ]
@@ -58,6 +58,11 @@ def test_bind_says_what_was_wrong(wrong: dict[str, tuple[tuple[int, ...], str]],
     message = str(caught.value)
     assert message.startswith(f"the_op: argument {problem}.")
     assert f"{next(iter(wrong))}: expected {expected}" in message
+
+
+def test_bind_of_offsets_that_do_not_fit() -> None:
+    with pytest.raises(ShapeError, match=r"'o' has 5 where E\+1=6 is expected"):
+        bind("op", w=(torch.empty(5, 2), "E N"), o=(torch.empty(5), "E+1"))
     assert "x: expected [M, K], got [5, 8]" in message  # every argument is listed, the right ones too
     assert "M=5, K=8" in message
 

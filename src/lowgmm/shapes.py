@@ -12,9 +12,8 @@ A lower-case letter is the number of scale blocks along that axis.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -57,18 +56,17 @@ def bind(op: str, **arguments: tuple[Shaped | None, str]) -> dict[str, int]:
     {'M': 5, 'K': 8, 'E': 2, 'N': 3}
     """
     sizes: dict[str, int] = {}
-    given = {name: (tensor, spec.split()) for name, (tensor, spec) in arguments.items() if tensor is not None}
-    for name, (tensor, letters) in given.items():
-        shape = tuple(tensor.shape)
-        if letters[-1] == "1?":
-            letters = letters[:-1]
-            if len(shape) == len(letters) + 1 and shape[-1] == 1:
-                shape = shape[:-1]
-        if len(shape) != len(letters):
-            _fail(op, name, f"has {len(tensor.shape)} dimensions, expected {len(letters)}", given, sizes)
-        for axis, size in zip(letters, shape, strict=True):
-            factor, letter, plus = _AXIS.fullmatch(axis).groups(default="")  # type: ignore[union-attr]
-            times, more = int(factor or 1), int(plus or 0)
+    given = {name: (tensor, spec) for name, (tensor, spec) in arguments.items() if tensor is not None}
+    for name, (tensor, spec) in given.items():
+        shape, axes = tensor.shape, spec.split()
+        rank = len(shape)
+        if axes[-1] == "1?":
+            axes.pop()
+            rank -= rank == len(axes) + 1 and shape[-1] == 1
+        if rank != len(axes):
+            _fail(op, name, f"has {len(shape)} dimensions, expected {len(axes)}", given, sizes)
+        for axis, size in zip(axes, shape, strict=False):
+            times, letter, more = AXES[axis]
             known = sizes.get(letter)
             if known is None:
                 if size < more or (size - more) % times:
@@ -79,21 +77,18 @@ def bind(op: str, **arguments: tuple[Shaped | None, str]) -> dict[str, int]:
     return sizes
 
 
-_AXIS = re.compile(r"(\d*)([A-Za-z]+)(\+\d+)?")
+AXES = {letter: (1, letter, 0) for letter in "TAERHIMNK"} | {"E+1": (1, "E", 1), "2I": (2, "I", 0)}
+"""What an axis of a spec can be: its size is factor · letter + addend. A table, because parsing would cost a call's
+microseconds (and Dynamo does not trace a cache)."""
 
 
 def _fail(
-    op: str,
-    name: str,
-    problem: str,
-    given: Mapping[str, tuple[Shaped, Sequence[str]]],
-    sizes: Mapping[str, int],
-) -> None:
+    op: str, name: str, problem: str, given: Mapping[str, tuple[Shaped, str]], sizes: Mapping[str, int]
+) -> NoReturn:
     lines = [f"{op}: argument '{name}' {problem}."]
-    lines += [
-        f"  {n}: expected [{', '.join(x for x in spec if x != '1?')}], got {list(t.shape)}"
-        for n, (t, spec) in given.items()
-    ]
+    for other, (tensor, spec) in given.items():
+        letters = ", ".join(axis for axis in spec.split() if axis != "1?")
+        lines.append(f"  {other}: expected [{letters}], got {list(tensor.shape)}")
     known = ", ".join(f"{k}={v}" for k, v in sizes.items())
     lines.append(f"  sizes taken from the arguments so far: {known or 'none'}")
     raise ShapeError("\n".join(lines))
