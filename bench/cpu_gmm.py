@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import lowgmm
-from lowgmm import cpu, environment, native, timing
+from lowgmm import cpu, environment, timing
 from lowgmm.testing import judge
 
 SHAPES = ((2048, 64), (4096, 24))
@@ -79,8 +79,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
     args = parser.parse_args()
     device = torch.device("cpu")
-    backend = "native AVX512-VNNI" if native.library() is not None else "oneDNN"
-    lines = [json.dumps({"environment": environment.record(device), "int8": backend})]
+    lines = [json.dumps({"environment": environment.record(device), "int8": cpu.int8_backend()})]
     columns = f"{'N=K':>5} {'tokens':>6} {'fp32 µs':>9} {'bf16 µs':>9} {'int8 µs':>9} {'of bf16':>9}"
     columns += f" {'x fp32':>7} {'x bf16':>7}"
     print(f"{columns} {'GB/s':>6} of read")

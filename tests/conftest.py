@@ -53,3 +53,15 @@ def device() -> torch.device:
 def generator() -> torch.Generator:
     """A CPU generator with a fixed seed: every test draws the same numbers, alone or among others, on any machine."""
     return torch.Generator().manual_seed(20_240_607)
+
+
+@pytest.fixture(params=["native", "onednn"])
+def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which form CPU weights are packed into; native only where it was built and the CPU can run it."""
+    from lowgmm import native
+
+    if request.param == "onednn":
+        monkeypatch.setattr(native, "library", lambda: None)
+    elif native.library() is None:
+        pytest.skip("the native loops were not built, or this CPU lacks AVX512-VNNI")
+    return str(request.param)

@@ -70,16 +70,6 @@ def test_every_launch_gives_the_same_bits(config: str, device: torch.device) -> 
     assert torch.equal(y.double(), replace(o, scales_x=None, scales_w=None).exact())
 
 
-@pytest.fixture(params=["native", "onednn"])
-def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Which form CPU weights are packed into; native only where it was built and the CPU can run it."""
-    if request.param == "onednn":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("the native loops were not built, or this CPU lacks AVX512-VNNI")
-    return str(request.param)
-
-
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_packed_weights_equal_plain_ones(case: Case, packing: str) -> None:
     o = case.operands("int8")

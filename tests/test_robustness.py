@@ -26,15 +26,6 @@ from lowgmm.testing import check_gmm, make_operands
 native_only = pytest.mark.skipif(native.library() is None, reason="the native loops were not built or cannot run here")
 
 
-@pytest.fixture(params=["native", "onednn"])
-def packing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "onednn":
-        monkeypatch.setattr(native, "library", lambda: None)
-    elif native.library() is None:
-        pytest.skip("the native loops were not built or cannot run here")
-    return str(request.param)
-
-
 @pytest.fixture(params=[torch.bfloat16, torch.float64], ids=str)
 def default_dtype(request: pytest.FixtureRequest) -> Iterator[torch.dtype]:
     before = torch.get_default_dtype()

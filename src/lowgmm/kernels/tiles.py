@@ -26,9 +26,8 @@ def count_tiles(
     """Number the row tiles, expert by expert, and return how many there are (``routing.tile_schedule`` is the
     definition).
 
-    Every program of a launch does this for itself: a few hundred nanoseconds, where a launch of its own would cost
-    several microseconds on an H200. They all write the same numbers to the same table, and each reads only after its
-    own write.
+    Every program of a launch does this for itself, which saves a launch of its own (decision 6). They all write the
+    same numbers to the same table, and each reads only after its own write.
     """
     group = tl.arange(0, GROUPS)
     start, end = group_bounds(offsets, group, M, E)
