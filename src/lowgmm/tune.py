@@ -66,9 +66,7 @@ class TileConfig:
 
     def __str__(self) -> str:
         flags = "".join(
-            name
-            for name, on in (("-swap", self.swap_ab), ("-tma", self.tma), ("-ws", self.warp_specialize))
-            if on
+            name for name, on in (("-swap", self.swap_ab), ("-tma", self.tma), ("-ws", self.warp_specialize)) if on
         )
         per_sm = str(self.programs_per_sm) if self.launch in ("persistent", "queue") else ""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
@@ -89,12 +87,19 @@ class TileConfig:
             int(bm), int(bn), int(bk), *map(bool, flags), launch, int(per_sm or 1), int(warps), int(stages)
         )
 
+    @property
+    def boxes(self) -> int:
+        """Tiles whose scales may wait for their epilogue in a warp-specialised program; the largest tile leaves room
+        for one."""
+        return 1 if self.block_m * self.block_n >= 128 * 256 else 4
+
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
         pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
         if self.warp_specialize:
-            return pipeline + 2 * 64 * self.block_m * out_size + 64 * self.num_stages
+            boxes = self.boxes * (4 * (self.block_m + self.block_n) + 64)
+            return pipeline + 2 * 64 * self.block_m * out_size + boxes + 64 * self.num_stages
         return pipeline + self.block_m * self.block_n * out_size + 256
 
 

@@ -82,67 +82,89 @@ def place(offsets, expert, local, M, E, tiles_n, BM: gl.constexpr):
 
 @gluon.jit
 def produce(
-    x, w, offsets, ticket, xs, ws0, ws1, which, full, empty, M, E, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BYTES: gl.constexpr,
+    x, w, scales_x, scales_w, offsets, ticket, xs, ws0, ws1, box, full, empty, posted, read, M, E, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+    BYTES: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr,
 ):  # fmt: skip
     """One warp: draw tiles from the queue and keep the ring of operands full, across tiles."""
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    more, rows, ends, columns, experts, sx, sw = box
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = gl.full([1], 1, gl.int32, LINE)
     tiles_n = gl.cdiv(N, BN)
     tile, base, first = gl.atomic_add(ticket, 1, sem="relaxed"), 0, 0
     sums = count(offsets, first, M, E, tiles_n, BM)
     base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
-    step = 0
+    step, done = 0, 0
     while expert < E:
         next_tile = gl.atomic_add(ticket, 1, sem="relaxed")  # before the loads, which hide its latency
-        row, _end, n_tile = place(offsets, expert, local, M, E, tiles_n, BM)
-        channel = expert * N + n_tile * BN
+        row, end, n_tile = place(offsets, expert, local, M, E, tiles_n, BM)
+        column = n_tile * BN
+        if SCALED_X:
+            rm = row + gl.arange(0, BM, layout=LINE)
+            scale_x = gl.load(scales_x + rm, mask=rm < end, other=0.0)
+        if SCALED_W:
+            rn = column + gl.arange(0, BN, layout=LINE)
+            scale_w = gl.load(scales_w + expert.to(gl.int64) * N + rn, mask=rn < N, other=0.0)
         mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-        which.index(step % STAGES).store(gl.full([1], 0, gl.int32, ONE) + tile)
+        more.index(step % STAGES).store(one)
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
-            tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot))
-            tma.async_copy_global_to_shared(w, [channel + BN // 2, k], full.index(slot), ws1.index(slot))
+            tma.async_copy_global_to_shared(w, [expert * N + column, k], full.index(slot), ws0.index(slot))
+            tma.async_copy_global_to_shared(w, [expert * N + column + BN // 2, k], full.index(slot), ws1.index(slot))
             tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
             step += 1
+        # What the tile's epilogue needs, when its operands are on their way.
+        at = done % BOXES
+        mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
+        rows.index(at).store(one * row)
+        ends.index(at).store(one * end)
+        columns.index(at).store(one * column)
+        experts.index(at).store(one * expert)
+        if SCALED_X:
+            sx.index(at).store(scale_x)
+        if SCALED_W:
+            sw.index(at).store(scale_w)
+        mbarrier.arrive(posted.index(at))
+        done += 1
         tile = next_tile
         base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
     mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-    which.index(step % STAGES).store(gl.full([1], -1, gl.int32, ONE))
+    more.index(step % STAGES).store(one * 0)
     mbarrier.arrive(full.index(step % STAGES))
     # Every program draws one ticket too many; who draws the last of those leaves the counter as it was found.
     gl.store(ticket, 0, mask=tile == total + gl.num_programs(0) - 1)
 
 
 @gluon.jit
-def take(which, full, step, STAGES: gl.constexpr):
-    """Number of the tile whose operands come next in the ring; -1: no more."""
-    mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
-    return gl.max(which.index(step % STAGES).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+def number(cells, index):
+    """The integer in one cell of shared memory."""
+    return gl.max(cells.index(index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
 def store(
-    acc, y, scales_x, scales_w, bias, out, expert, row, end, column, N, stride_ym, ACC: gl.constexpr,
-    BM: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+    acc, y, sx, sw, bias, out, expert, row, end, column, N, stride_ym,
+    ACC: gl.constexpr, BM: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Store 64 channels × BM rows of Y from an accumulator [64, BM]; the arithmetic of ``tiles.store``."""
-    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-    rm = row + gl.arange(0, BM, layout=gl.SliceLayout(0, ACC))
     value = acc
     if SCALED_W or SCALED_X or BIAS:
         value = value.to(gl.float32)
-    channel = expert.to(gl.int64) * N + rn
     if SCALED_W:
-        value = value * gl.expand_dims(gl.load(scales_w + channel, mask=rn < N, other=0.0), 1)
+        value = value * gl.expand_dims(sw.load(gl.SliceLayout(1, ACC)), 1)
     if SCALED_X:
-        value = value * gl.expand_dims(gl.load(scales_x + rm, mask=rm < end, other=0.0), 0)
+        value = value * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
     if BIAS:
+        rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+        channel = expert.to(gl.int64) * N + rn
         value = value + gl.expand_dims(gl.load(bias + channel, mask=rn < N, other=0.0).to(gl.float32), 1)
     # Channels lie side by side in memory, rows side by side in the accumulator: turned in shared memory.
     out.permute((1, 0)).store(value.to(y.dtype.element_ty))
-    write(out.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])), y, row, end, column, N, stride_ym, BM)
+    write(
+        out.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])), y, row, end, column, N, stride_ym, BM
+    )
 
 
 @gluon.jit
@@ -156,22 +178,18 @@ def write(value, y, row, end, column, N, stride_ym, BM: gl.constexpr):
 
 @gluon.jit
 def consume(
-    y, scales_x, scales_w, bias, offsets, xs, ws, which, out, full, empty, M, E, N, K, stride_ym,
-    HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
+    y, bias, offsets, xs, ws, box, out, full, empty, posted, read, M, E, N, K, stride_ym,
+    HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
+    more, rows, ends, columns, experts, sx, sw = box
     TWO: gl.constexpr = BN == 256
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
     DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
-    tiles_n = gl.cdiv(N, BN)
-    base, first = 0, 0
-    sums = count(offsets, first, M, E, tiles_n, BM)
-    step = 0
-    tile = take(which, full, step, STAGES)
-    while tile >= 0:
-        base, first, sums, _total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
-        row, end, n_tile = place(offsets, expert, local, M, E, tiles_n, BM)
+    step, done = 0, 0
+    mbarrier.wait(full.index(0), 0)
+    while number(more, step % STAGES) > 0:
         acc0 = gl.full([64, BM], 0, DTYPE, ACC)
         acc1 = acc0
         for k in range(0, K, BK):
@@ -208,13 +226,19 @@ def consume(
             else:
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        column = n_tile * BN + HALF * (BN // 2)
-        store(acc0, y, scales_x, scales_w, bias, out, expert, row, end, column, N, stride_ym, ACC,
-              BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
+        at = done % BOXES
+        mbarrier.wait(posted.index(at), (done // BOXES) & 1)
+        row, end, expert = number(rows, at), number(ends, at), number(experts, at)
+        column = number(columns, at) + HALF * (BN // 2)
+        channels = sw.index(at).slice(HALF * (BN // 2), BN // 2)
+        store(acc0, y, sx.index(at), channels.slice(0, 64), bias, out, expert, row, end, column, N, stride_ym,
+              ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
         if TWO:
-            store(acc1, y, scales_x, scales_w, bias, out, expert, row, end, column + 64, N, stride_ym, ACC,
-                  BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
-        tile = take(which, full, step, STAGES)
+            store(acc1, y, sx.index(at), channels.slice(64, 64), bias, out, expert, row, end, column + 64, N, stride_ym,
+                  ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
+        mbarrier.arrive(read.index(at))
+        done += 1
+        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
     # Rows behind the last expert are zero. No tile of the queue covers them.
     row, end = bounds(offsets, E, M, E)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -242,6 +266,7 @@ def hopper_kernel(
     BN: gl.constexpr,
     BK: gl.constexpr,
     STAGES: gl.constexpr,
+    BOXES: gl.constexpr,
     OUT: gl.constexpr,  # layout of a block of results in shared memory
     INT: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -251,30 +276,45 @@ def hopper_kernel(
 ):
     """Grid (programs,). Per program one warp loads and two warpgroups multiply, joined by a ring of STAGES slots.
 
-    ``full`` says that a slot is loaded, ``empty`` that both warpgroups have read it, ``which`` whose operands they are.
+    ``full`` says that a slot is loaded and ``empty`` that both warpgroups have read it; ``more`` is 0 in the slot after
+    the last tile. What an epilogue needs waits in one of BOXES boxes: ``posted`` by the loading warp, then ``read``.
     The loading warp runs ahead across tiles, and while one warpgroup stores the other multiplies.
     """
+    FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     ws0 = gl.allocate_shared_memory(w.dtype, [STAGES, BN // 2, BK], w.layout)
     ws1 = gl.allocate_shared_memory(w.dtype, [STAGES, BN // 2, BK], w.layout)
     out0 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     out1 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
-    which = gl.allocate_shared_memory(gl.int32, [STAGES, 1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    box = (
+        gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BOXES, BM], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BOXES, BN], FLAT),
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
+    posted = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
+    read = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(BOXES):
+        mbarrier.init(posted.index(i), count=1)
+        mbarrier.init(read.index(i), count=2)
     fence_async_shared()
     BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
-            (consume, (y, scales_x, scales_w, bias, offsets, xs, ws0, which, out0, full, empty, M, E, N, K, stride_ym,
-                       0, BM, BN, BK, STAGES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (consume, (y, scales_x, scales_w, bias, offsets, xs, ws1, which, out1, full, empty, M, E, N, K, stride_ym,
-                       1, BM, BN, BK, STAGES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (produce, (x, w, offsets, ticket, xs, ws0, ws1, which, full, empty, M, E, N, K,
-                       BM, BN, BK, STAGES, BYTES)),
+            (consume, (y, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K, stride_ym,
+                       0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (consume, (y, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K, stride_ym,
+                       1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (produce, (x, w, scales_x, scales_w, offsets, ticket, xs, ws0, ws1, box, full, empty, posted, read,
+                       M, E, N, K, BM, BN, BK, STAGES, BOXES, BYTES, SCALED_X, SCALED_W)),
         ],
         [4, 1],
         [232, 40],
@@ -316,6 +356,7 @@ def hopper_mm(
         BN=bn,
         BK=bk,
         STAGES=config.num_stages,
+        BOXES=config.boxes,
         OUT=gl.NVMMASharedLayout(128, out.element_size() * 8, rank=2),
         INT=x.dtype == torch.int8,
         PROMOTE=promote > 0,
