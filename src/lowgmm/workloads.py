@@ -52,3 +52,43 @@ GMM_CASES = {
     )
 }
 """What the grouped matmul is measured on: decode, prefill, skewed and odd shapes of public models."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The expert layer of a model: E experts, A of them per token, hidden size H, intermediate size I."""
+
+    name: str
+    E: int
+    A: int
+    H: int
+    I: int
+
+    def gemms(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of its two grouped matmuls."""
+        return {"gate-up": (2 * self.I, self.H), "down": (self.H, self.I)}
+
+
+MOE_SHAPES = {
+    shape.name: shape
+    for shape in (
+        MoeShape("mixtral-8x7b", 8, 2, 4096, 14336),
+        MoeShape("mixtral-8x22b", 8, 2, 6144, 16384),
+        MoeShape("qwen3-30b-a3b", 128, 8, 2048, 768),
+        MoeShape("qwen3-235b-a22b", 128, 8, 4096, 1536),
+        MoeShape("qwen3-next-80b", 512, 10, 2048, 512),
+        MoeShape("deepseek-v3", 256, 8, 7168, 2048),
+        MoeShape("deepseek-v3-ep8", 32, 2, 7168, 2048),  # one of 8 expert-parallel ranks; A is its share of the load
+        MoeShape("deepseek-v2-lite", 64, 6, 2048, 1408),
+        MoeShape("kimi-k2", 384, 8, 7168, 2048),
+        MoeShape("gpt-oss-20b", 32, 4, 2880, 2880),
+        MoeShape("gpt-oss-120b", 128, 4, 2880, 2880),
+        MoeShape("glm-4.5-air", 128, 8, 4096, 1408),
+        MoeShape("llama-4-scout", 16, 1, 5120, 8192),
+        MoeShape("olmoe-1b-7b", 64, 8, 2048, 1024),
+        MoeShape("phi-3.5-moe", 16, 2, 4096, 6400),
+        MoeShape("minimax-m2", 256, 8, 3072, 1536),
+        MoeShape("article", 64, 1, 4096, 2048),
+    )
+}
+"""Expert layers of public models."""
