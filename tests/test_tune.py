@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import warnings
 from dataclasses import replace
 from pathlib import Path
 
+import fit
 import pytest
 import torch
 
@@ -19,10 +19,6 @@ from lowgmm.workloads import GMM_CASES, MOE_SHAPES, MoeShape
 
 ROOT = Path(__file__).resolve().parents[1]
 SWEEP = ROOT / "bench" / "results" / "sweep_h200.jsonl"
-sys.path.insert(0, str(ROOT / "bench"))
-
-import fit
-
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 A100 = Gpu("NVIDIA A100", (8, 0), sms=108, shared_memory=166_912)
 DECODE = Problem(64, 1024, 2048, 4096, torch.int8)

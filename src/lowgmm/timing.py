@@ -9,8 +9,10 @@ them down.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +61,20 @@ class Timing:
     rounds: int
     method: str
     """``cuda graph replay``, ``cuda calls`` (with the reason when a graph was wanted), or ``cpu clock``."""
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr when that is a terminal, nothing otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ImportError('the progress bar needs tqdm; install it with: pip install "lowgmm[demo]"') from error
+    with tqdm(total=total, desc=title, leave=False, file=sys.stderr) as bar:
+        yield bar.update
 
 
 def weight_sets(bytes_per_set: float, device: torch.device) -> int:
