@@ -263,13 +263,22 @@ def dense_rate(format: str, device: torch.device, *, size: int | None = None, re
         UnsupportedError: torch has no such matmul on this device (FP8 on a CPU, or on a GPU without FP8 instructions).
     """
     n = size or (8192 if device.type == "cuda" else 2048)
+    return 2.0 * n**3 / _best(dense_rival(format, format, n, device), device, repeats)
+
+
+def dense_rival(name: str, format: str, n: int, device: torch.device) -> Rival:
+    """A dense product of two n×n matrices in ``format`` by torch's own operator, to be timed beside others.
+
+    Raises:
+        UnsupportedError: as :func:`dense_rate`.
+    """
     call, reference, tolerance = _dense_call(format, n, device)
 
     def check(_: int, y: Tensor) -> None:
         error = float((y[:64, :64].double() - reference).abs().max() / reference.abs().max())
         assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
 
-    return 2.0 * n**3 / _best(Rival(format, [call], check), device, repeats)
+    return Rival(name, [call], check)
 
 
 def _dense_call(format: str, n: int, device: torch.device) -> tuple[Callable[[], Tensor], Tensor, float]:
