@@ -13,6 +13,7 @@ from typing import Any
 import common
 import compare
 import gmm
+import launch_modes
 import plot
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_shares_cover_every_compilation_once():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["gmm.py"])
+@pytest.mark.parametrize("script", ["gmm.py", "sweep.py", "launch_modes.py", "overhead.py"])
 def test_without_a_gpu_a_benchmark_says_so(script: str, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, BENCH / script, "--output", tmp_path / "x.jsonl"], capture_output=True, text=True
@@ -174,3 +175,55 @@ def test_a_case_is_timed_checked_and_held_against_floor_read_and_dense(monkeypat
     monkeypatch.setattr(common.lowgmm, "gmm", lambda x, w, *_, **__: torch.zeros(5, 32, dtype=torch.bfloat16))
     with pytest.raises(AssertionError, match="budget"):
         gmm.run_case(case, ["int8", "bf16"], machine, 1.0)
+
+
+# launch modes
+
+LAUNCHES_FILE = BENCH / "results" / "launch_modes_h200.jsonl"
+
+
+def test_the_documents_table_is_the_one_that_the_result_file_gives():
+    text = launch_modes.DOCUMENT.read_text(encoding="utf-8")
+    part = launch_modes.render(LAUNCHES_FILE.name, *common.read_lines(LAUNCHES_FILE))
+    assert text == launch_modes.rendered(text, part), "run python bench/launch_modes.py --render bench/results/…"
+    assert LAUNCHES_FILE.with_suffix(".svg").read_text(encoding="utf-8") == launch_modes.picture(
+        *common.read_lines(LAUNCHES_FILE)
+    )
+
+
+def test_a_figure_changed_by_hand_would_be_noticed():
+    text = launch_modes.DOCUMENT.read_text(encoding="utf-8")
+    head, lines = common.read_lines(LAUNCHES_FILE)
+    lines[0]["us"] *= 2
+    assert text != launch_modes.rendered(text, launch_modes.render(LAUNCHES_FILE.name, head, lines))
+
+
+def test_the_table_shows_balancing_as_shares_of_the_roof():
+    """A toy machine of 1 TB/s, on which the skewed case's bytes take as long as `floor` says."""
+    env = {"device_name": "toy", "torch": "1", "triton": "2", "commit": "abc"}
+    head = {"environment": env, "read_bandwidth": 1e12, "dense_rates": {"int8": 1e18}}
+    case = launch_modes.LAUNCH_CASES["article-skewed"]
+    load = gmm.roofline.Load(case.N, case.K, case.sizes, "int8")
+    floor = gmm.roofline.traffic(load).total / 1e12 * 1e6
+    times = {"expert": floor / 0.43, "queue": floor / 0.78, "grid": floor / 0.5}
+    lines = [{"case": case.name, "format": "int8", "launch": n, "us": us} for n, us in times.items()]
+    text = launch_modes.render("x.jsonl", head, lines)
+    assert (
+        f"| {times['expert']:.0f} (43%) | {times['grid']:.0f} (50%) | – | **{times['queue']:.0f} (78%)** | – |" in text
+    )
+    assert "int8 from 43% (`expert`) to 78% (`queue`)" in text
+
+
+def test_every_launch_is_compared_where_it_runs(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launch_modes, "CUDA", torch.device("cpu"))
+    for case, format, by in launch_modes.work(list(launch_modes.LAUNCH_CASES), ["int8", "fp8", "bf16"]):
+        assert set(by) == set(launch_modes.ORDER), f"{case.name} {format}"
+        assert len({str(c) for c in by.values()}) == len(by)
+
+
+def test_compared_sizes_differ_only_in_skew():
+    groups: dict[tuple[int, int], list[str]] = {}
+    for name, case in launch_modes.LAUNCH_CASES.items():
+        groups.setdefault((case.E, case.M), []).append(name)
+    assert groups[32, 2048] == ["article-balanced", "article-skewed", "article-zipf"]
+    assert groups[32, 32 * 512] == ["balanced-512", "zipf-512"]

@@ -36,6 +36,22 @@ SKEWED_SIZES = (
 # fmt: on
 """32 experts from 2 to 256 tokens, 2048 in all: the imbalance that the article reports from a real service."""
 
+
+def zipf(E: int, M: int) -> tuple[int, ...]:
+    """M rows over E experts in proportion to 1, 1/2, 1/3, …: the skew that trained routers show. Largest remainders
+    make the sum exact.
+
+    >>> zipf(4, 25)
+    (12, 6, 4, 3)
+    """
+    total = sum(1 / (e + 1) for e in range(E))
+    exact = [M / (e + 1) / total for e in range(E)]
+    sizes = [int(v) for v in exact]
+    for e in sorted(range(E), key=lambda e: sizes[e] - exact[e])[: M - sum(sizes)]:
+        sizes[e] += 1
+    return tuple(sizes)
+
+
 GMM_CASES = {
     case.name: case
     for case in (
@@ -52,6 +68,20 @@ GMM_CASES = {
     )
 }
 """What the grouped matmul is measured on: decode, prefill, skewed and odd shapes of public models."""
+
+
+LAUNCH_CASES = {
+    case.name: case
+    for case in (
+        GMM_CASES["article-decode"],
+        GMM_CASES["article-balanced"],
+        GMM_CASES["article-skewed"],
+        GmmCase("article-zipf", 4096, 4096, zipf(32, 2048)),
+        even("balanced-512", 32, 4096, 4096, 512),
+        GmmCase("zipf-512", 4096, 4096, zipf(32, 32 * 512)),
+    )
+}
+"""What the ways to hand out tiles are compared on: the same weights and tokens, even and skewed."""
 
 
 @dataclass(frozen=True)
