@@ -73,11 +73,12 @@ def bars(
             share = value / high
         return bottom - min(1.0, share) * (bottom - plot_top)
 
+    step = 10 ** math.floor(math.log10(high)) / (5 if high < 2 * 10 ** math.floor(math.log10(high)) else 2)
     decades = range(round(math.log10(low)), round(math.log10(high)) + 1) if log else ()
-    ticks = [10.0**d for d in decades] if log else [high * i / 5 for i in range(6)]
+    ticks = [10.0**d for d in decades] if log else [step * i for i in range(math.floor(high / step) + 1)]
     out = [text(left, 22, title, cls="t"), legend(list(series), colours, left, 40)]
     for tick in ticks:
-        out += [line(left, y(tick), width - 10, y(tick)), text(left - 6, y(tick) + 4, f"{tick:.3g}", "end")]
+        out += [line(left, y(tick), width - 10, y(tick)), text(left - 6, y(tick) + 4, f"{tick:,.6g}", "end")]
     out.append(text(14, (plot_top + bottom) / 2, unit, "middle", turn=-90))
     slot = (width - 10 - left) / max(1, len(groups))
     bar = slot * 0.8 / max(1, len(series))
@@ -126,7 +127,7 @@ def roofline_panel(head: dict[str, Any], lines: Sequence[dict[str, Any]], width:
         text((left + right) / 2, bottom + 34, "FLOP per byte", "middle"),
         text(14, 215, "TFLOP/s", "middle", turn=-90),
     ]
-    for f in formats:
+    for i, f in enumerate(formats):
         if f in rates:
             balance, style = rates[f] / bandwidth, f'stroke="{COLOURS[f]}" stroke-width="1.5"'
             out += [
@@ -134,7 +135,7 @@ def roofline_panel(head: dict[str, Any], lines: Sequence[dict[str, Any]], width:
                 line(*at(balance, rates[f]), *at(x1, rates[f]), style),
             ]
             x, y = at(balance, rates[f])
-            out.append(text(x, y - 6, f"{f} balance {balance:.0f}", "middle", "s"))
+            out.append(text(x, y - 6 - 12 * i, f"{f} balance {balance:.0f}", "middle", "s"))
     for ln in lines:
         x, y = at(ln["intensity"], ln["tflops"])
         tip = escape(f"{ln['case']} {ln['format']}: {ln['intensity']:.0f} FLOP/B, {ln['tflops']:.0f} TFLOP/s")
