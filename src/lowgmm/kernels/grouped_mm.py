@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -176,7 +174,7 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = replace(config, tma=False)
+            config = config.without_tma()
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):
