@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -174,7 +176,7 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = config.without_tma()
+            config = replace(config.portable(), tma=False)
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):

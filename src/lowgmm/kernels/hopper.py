@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowgmm.routing import max_row_tiles
