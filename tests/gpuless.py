@@ -24,7 +24,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
 from lowgmm.kernels.grouped_mm import PROMOTE_EVERY, grouped_mm_kernel
-from lowgmm.kernels.hopper import hopper_kernel
+from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
@@ -80,7 +80,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
         constants |= {"scales_x": None, "scales_w": None}
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
-        constants |= {"BOXES": config.boxes, "OUT": out, "INT": integer, "PROMOTE": promoted}
+        constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promoted}
         x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, bn // 2))
         kernel, source_type = hopper_kernel, GluonASTSource
     else:

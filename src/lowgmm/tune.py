@@ -122,19 +122,12 @@ class TileConfig:
             num_stages=min(self.num_stages, stages),
         )
 
-    @property
-    def boxes(self) -> int:
-        """Tiles whose scales may wait for their epilogue in a warp-specialised program; the largest tile leaves room
-        for one."""
-        return 1 if self.block_m * self.block_n >= 128 * 256 else 4
-
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
         pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
         if self.warp_specialize:
-            boxes = self.boxes * (4 * (self.block_m + self.block_n) + 64)
-            return pipeline + 2 * 64 * self.block_m * out_size + boxes + 64 * self.num_stages
+            return pipeline + 2 * 64 * self.block_m * out_size + 16 * self.block_m + 16 * self.num_stages + 512
         return pipeline + self.block_m * self.block_n * out_size + 256
 
 
