@@ -205,7 +205,7 @@ def consume(
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
         expert, column = number(experts, at), number(columns, at) * BN + HALF * (BN // 2)
-        if not PROMOTE:  # their latency hides behind the products, which with PROMOTE leave no register for them
+        if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         acc0 = gl.full([64, BM], 0, DTYPE, ACC)
@@ -247,7 +247,7 @@ def consume(
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
-        if PROMOTE:
+        if PROMOTE and TWO:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         shift = channel_values(bias, expert, column, N, ACC, BIAS)
