@@ -77,6 +77,8 @@ class TileConfig:
     """Put the weights on the matrix instruction's M side: acc is [block_n, block_m]. Few tokens then waste no rows."""
     tma: bool = False
     """Load through TMA descriptors instead of pointers."""
+    warp_specialize: bool = False
+    """Hopper only: a warp that loads and two warpgroups that multiply (``kernels/hopper.py``), with ``swap_ab``."""
     launch: str = "grid"
     programs_per_sm: int = 1
     """Programs per SM of a persistent or queue launch."""
@@ -84,7 +86,9 @@ class TileConfig:
     num_stages: int = 3
 
     def __str__(self) -> str:
-        flags = ("-swap" if self.swap_ab else "") + ("-tma" if self.tma else "")
+        flags = "".join(
+            name for name, on in (("-swap", self.swap_ab), ("-tma", self.tma), ("-ws", self.warp_specialize)) if on
+        )
         per_sm = str(self.programs_per_sm) if self.launch in ("persistent", "queue") else ""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"{tile}{flags}-{self.launch}{per_sm}-{self.num_warps}w{self.num_stages}s"
@@ -93,21 +97,23 @@ class TileConfig:
     @functools.cache
     def parse(text: str) -> TileConfig:
         """The configuration that ``str`` wrote."""
-        pattern = r"(\d+)x(\d+)x(\d+)(-swap)?(-tma)?-(grid|persistent|queue|expert)(\d*)-(\d+)w(\d+)s"
+        pattern = r"(\d+)x(\d+)x(\d+)(-swap)?(-tma)?(-ws)?-(grid|persistent|queue|expert)(\d*)-(\d+)w(\d+)s"
         m = re.fullmatch(pattern, text)
         if m is None:
             raise UnsupportedError(
                 f"config {text!r} is not a tile configuration; expected e.g. '16x128x256-swap-tma-persistent2-4w4s'."
             )
-        bm, bn, bk, swap, tma, launch, per_sm, warps, stages = m.groups()
+        bm, bn, bk, *flags, launch, per_sm, warps, stages = m.groups()
         return TileConfig(
-            int(bm), int(bn), int(bk), bool(swap), bool(tma), launch, int(per_sm or 1), int(warps), int(stages)
+            int(bm), int(bn), int(bk), *map(bool, flags), launch, int(per_sm or 1), int(warps), int(stages)
         )
 
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
         pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
+        if self.warp_specialize:
+            return pipeline + 2 * 64 * self.block_m * out_size + 64 * self.num_stages
         return pipeline + self.block_m * self.block_n * out_size + 256
 
 
@@ -128,6 +134,15 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return f"{gpu.name} has no TMA; use a configuration without it."
         if problem.K * problem.element_size % 16:
             return f"TMA needs rows that are a multiple of 16 bytes; K={problem.K} of {problem.dtype} is not."
+    if config.warp_specialize:
+        if (gpu.backend, gpu.capability) != ("cuda", (9, 0)):
+            return f"warp-specialised tiles use Hopper's warpgroup instructions, which {gpu.name} lacks."
+        if not (config.tma and config.swap_ab and config.launch == "queue" and config.programs_per_sm == 1):
+            return "warp-specialised tiles come as '-swap-tma-ws-queue1' only."
+        if config.block_n not in (128, 256) or config.block_m > 128 or config.num_warps != 4:
+            return "warp-specialised tiles need block_n 128 or 256, block_m up to 128, and 4 warps per warpgroup."
+        if problem.element_size > 2 or config.block_k * problem.element_size % 128:
+            return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
     need = config.shared_memory(problem.element_size, problem.out_dtype.itemsize)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
@@ -294,7 +309,7 @@ def model(
         promote = rates.promote * bm * bn / 128 * max(1, config.block_k / 128)
     alone = mma + promote + rates.step
     fixed = rates.tile + bm * bn * out_size / rates.store
-    if config.launch == "persistent":
+    if config.launch == "persistent" or config.warp_specialize:
         fixed *= rates.overlap
     # The SM as a whole cannot do a tile in less than `busy`; one program alone cannot in less than `span`.
     busy = steps * max(mma, load, promote)
