@@ -41,6 +41,8 @@ FEW = (
     "16x64x128-swap-tma-persistent4-4w4s",
     "16x128x128-swap-tma-persistent2-4w4s",
     "16x128x256-swap-tma-persistent1-4w4s",
+    "16x128x256-swap-tma-ws-queue1-4w5s",
+    "16x128x512-swap-tma-ws-queue1-4w3s",
 )
 MID = (
     "32x128x128-swap-tma-persistent2-4w4s",
@@ -49,6 +51,10 @@ MID = (
     "64x128x128-swap-tma-grid-4w4s",
     "64x128x128-tma-grid-4w4s",
     "64x128x128-tma-persistent2-4w4s",
+    "32x128x256-swap-tma-ws-queue1-4w5s",
+    "64x128x128-swap-tma-ws-queue1-4w8s",
+    "64x128x256-swap-tma-ws-queue1-4w4s",
+    "64x256x128-swap-tma-ws-queue1-4w4s",
 )
 MANY = (
     "128x128x128-tma-persistent2-4w3s",
@@ -56,6 +62,8 @@ MANY = (
     "128x128x128-tma-grid-4w3s",
     "128x256x128-tma-persistent1-8w3s",
     "256x128x128-tma-persistent1-8w3s",
+    "128x128x128-swap-tma-ws-queue1-4w6s",
+    "128x256x128-swap-tma-ws-queue1-4w4s",
 )
 
 

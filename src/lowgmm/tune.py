@@ -108,12 +108,34 @@ class TileConfig:
             int(bm), int(bn), int(bk), *map(bool, flags), launch, int(per_sm or 1), int(warps), int(stages)
         )
 
+    def without_tma(self) -> TileConfig:
+        """The same tile for operands that no descriptor can address."""
+        if not self.warp_specialize:
+            return replace(self, tma=False)
+        large = self.block_m * self.block_n > 64 * 128  # spills unless 8 warps share it
+        return replace(
+            self,
+            tma=False,
+            warp_specialize=False,
+            launch="persistent",
+            programs_per_sm=1 if large else 2,
+            num_warps=8 if large else 4,
+            num_stages=min(self.num_stages, 3 if large else 4),
+        )
+
+    @property
+    def boxes(self) -> int:
+        """Tiles whose scales may wait for their epilogue in a warp-specialised program; the largest tile leaves room
+        for one."""
+        return 1 if self.block_m * self.block_n >= 128 * 256 else 4
+
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
         pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
         if self.warp_specialize:
-            return pipeline + 2 * 64 * self.block_m * out_size + 64 * self.num_stages
+            boxes = self.boxes * (4 * (self.block_m + self.block_n) + 64)
+            return pipeline + 2 * 64 * self.block_m * out_size + boxes + 64 * self.num_stages
         return pipeline + self.block_m * self.block_n * out_size + 256
 
 
@@ -188,8 +210,8 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
 
 def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
     """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
-    if not gpu.tma or problem.K * problem.element_size % 16:
-        config = replace(config, tma=False)
+    if config.tma and (not gpu.tma or problem.K * problem.element_size % 16):
+        config = config.without_tma()
     for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):
         while supports(problem, config, gpu) is not None and (now := getattr(config, field)) > least:
             changes = {field: now - 1 if field == "num_stages" else now // 2}
