@@ -103,10 +103,9 @@ class TileConfig:
             raise UnsupportedError(
                 f"config {text!r} is not a tile configuration; expected e.g. '16x128x256-swap-tma-persistent2-4w4s'."
             )
-        bm, bn, bk, *flags, launch, per_sm, warps, stages = m.groups()
-        return TileConfig(
-            int(bm), int(bn), int(bk), *map(bool, flags), launch, int(per_sm or 1), int(warps), int(stages)
-        )
+        bm, bn, bk, swap, tma, ws, launch, per_sm, warps, stages = m.groups()
+        tile, flags = (int(bm), int(bn), int(bk)), (bool(swap), bool(tma), bool(ws))
+        return TileConfig(*tile, *flags, launch, int(per_sm or 1), int(warps), int(stages))
 
     def without_tma(self) -> TileConfig:
         """The same tile for operands that no descriptor can address."""
