@@ -78,7 +78,7 @@ class TileConfig:
     tma: bool = False
     """Load through TMA descriptors instead of pointers."""
     warp_specialize: bool = False
-    """Hopper only: a warp that loads and two warpgroups that multiply (``kernels/hopper.py``), with ``swap_ab``."""
+    """Hopper only: one warp loads and two warpgroups multiply (``kernels/hopper.py``), the weights on the M side."""
     launch: str = "grid"
     programs_per_sm: int = 1
     """Programs per SM of a persistent or queue launch."""
@@ -107,34 +107,26 @@ class TileConfig:
         tile, flags = (int(bm), int(bn), int(bk)), (bool(swap), bool(tma), bool(ws))
         return TileConfig(*tile, *flags, launch, int(per_sm or 1), int(warps), int(stages))
 
-    def without_tma(self) -> TileConfig:
-        """The same tile for operands that no descriptor can address."""
+    def portable(self) -> TileConfig:
+        """The same tile in the portable kernel."""
         if not self.warp_specialize:
-            return replace(self, tma=False)
+            return self
         large = self.block_m * self.block_n > 64 * 128  # spills unless 8 warps share it
-        return replace(
-            self,
-            tma=False,
-            warp_specialize=False,
+        programs, warps, stages = (1, 8, 3) if large else (2, 4, 4)
+        return TileConfig(
+            *(self.block_m, self.block_n, self.block_k, self.swap_ab, self.tma),
             launch="persistent",
-            programs_per_sm=1 if large else 2,
-            num_warps=8 if large else 4,
-            num_stages=min(self.num_stages, 3 if large else 4),
+            programs_per_sm=programs,
+            num_warps=warps,
+            num_stages=min(self.num_stages, stages),
         )
-
-    @property
-    def boxes(self) -> int:
-        """Tiles whose scales may wait for their epilogue in a warp-specialised program; the largest tile leaves room
-        for one."""
-        return 1 if self.block_m * self.block_n >= 128 * 256 else 4
 
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
         pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
         if self.warp_specialize:
-            boxes = self.boxes * (4 * (self.block_m + self.block_n) + 64)
-            return pipeline + 2 * 64 * self.block_m * out_size + boxes + 64 * self.num_stages
+            return pipeline + 2 * 64 * self.block_m * out_size + 16 * self.block_m + 16 * self.num_stages + 512
         return pipeline + self.block_m * self.block_n * out_size + 256
 
 
@@ -158,6 +150,8 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
     if config.warp_specialize:
         if (gpu.backend, gpu.capability) != ("cuda", (9, 0)):
             return f"warp-specialised tiles use Hopper's warpgroup instructions, which {gpu.name} lacks."
+        if gpu.interpreted:
+            return "Triton's interpreter does not run Gluon, in which the warp-specialised kernel is written."
         if not (config.tma and config.swap_ab and config.launch == "queue" and config.programs_per_sm == 1):
             return "warp-specialised tiles come as '-swap-tma-ws-queue1' only."
         if config.block_n not in (128, 256) or config.block_m > 128 or config.num_warps != 4:
@@ -209,8 +203,10 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
 
 def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
     """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
-    if config.tma and (not gpu.tma or problem.K * problem.element_size % 16):
-        config = config.without_tma()
+    if not gpu.tma or problem.K * problem.element_size % 16:
+        config = replace(config.portable(), tma=False)
+    if config.warp_specialize and supports(problem, replace(config, num_stages=2), gpu) is not None:
+        config = config.portable()
     for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):
         while supports(problem, config, gpu) is not None and (now := getattr(config, field)) > least:
             changes = {field: now - 1 if field == "num_stages" else now // 2}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -124,9 +126,9 @@ def grouped_mm_kernel(
     else:
         total = count_tiles(offsets, table, M, E, BM, GROUPS) * tiles_n
         if LAUNCH == QUEUE:
-            tile = tl.atomic_add(ticket, 1, sem="relaxed")
+            tile = pid
             while tile < total:
-                next_tile = tl.atomic_add(ticket, 1, sem="relaxed")
+                next_tile = tl.num_programs(0) + tl.atomic_add(ticket, 1, sem="relaxed")
                 expert, row, end, n_tile = find_tile(offsets, table, tile, tiles_n, M, E, BM, GROUPS)
                 one_tile(
                     x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
@@ -134,8 +136,8 @@ def grouped_mm_kernel(
                     BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
                 )  # fmt: skip
                 tile = next_tile
-            # Every program draws one ticket too many; who draws the last of those leaves the counter as it was found.
-            if tile == total + tl.num_programs(0) - 1:
+            # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
+            if tile == tl.num_programs(0) + total - 1:
                 tl.store(ticket, 0)
         else:
             # Flattening fuses the tile loop with the K loop, so that the next tile's loads overlap this one's epilogue.
@@ -174,7 +176,7 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = config.without_tma()
+            config = replace(config.portable(), tma=False)
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):

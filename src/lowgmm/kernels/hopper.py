@@ -17,7 +17,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowgmm.routing import max_row_tiles
@@ -71,81 +70,97 @@ def seek(offsets, tile, base, first, sums, M, E, tiles_n, BM: gl.constexpr):
 
 
 @gluon.jit
-def place(offsets, expert, local, M, E, tiles_n, BM: gl.constexpr):
-    """First row, end of the expert's rows and column tile of its tile number ``local``, as ``tiles.find_tile``."""
-    start, end = bounds(offsets, expert, M, E)
-    band = local // (BAND * tiles_n)
-    height = gl.minimum(gl.cdiv(end - start, BM) - band * BAND, BAND)
-    local -= band * BAND * tiles_n
-    return start + (band * BAND + local % height) * BM, end, local // height
-
-
-@gluon.jit
-def produce(
-    x, w, scales_x, scales_w, offsets, ticket, xs, ws0, ws1, box, full, empty, posted, read, M, E, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-    BYTES: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr,
-):  # fmt: skip
-    """One warp: draw tiles from the queue and keep the ring of operands full, across tiles."""
-    more, rows, ends, columns, experts, sx, sw = box
-    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    one = gl.full([1], 1, gl.int32, LINE)
-    tiles_n = gl.cdiv(N, BN)
-    tile, base, first = gl.atomic_add(ticket, 1, sem="relaxed"), 0, 0
-    sums = count(offsets, first, M, E, tiles_n, BM)
-    base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
-    step, done = 0, 0
-    while expert < E:
-        next_tile = gl.atomic_add(ticket, 1, sem="relaxed")  # before the loads, which hide its latency
-        row, end, n_tile = place(offsets, expert, local, M, E, tiles_n, BM)
-        column = n_tile * BN
-        if SCALED_X:
-            rm = row + gl.arange(0, BM, layout=LINE)
-            scale_x = gl.load(scales_x + rm, mask=rm < end, other=0.0)
-        if SCALED_W:
-            rn = column + gl.arange(0, BN, layout=LINE)
-            scale_w = gl.load(scales_w + expert.to(gl.int64) * N + rn, mask=rn < N, other=0.0)
-        mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-        more.index(step % STAGES).store(one)
-        for k in range(0, K, BK):
-            slot = step % STAGES
-            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BYTES)
-            tma.async_copy_global_to_shared(w, [expert * N + column, k], full.index(slot), ws0.index(slot))
-            tma.async_copy_global_to_shared(w, [expert * N + column + BN // 2, k], full.index(slot), ws1.index(slot))
-            tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
-            step += 1
-        # What the tile's epilogue needs, when its operands are on their way.
-        at = done % BOXES
-        mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
-        rows.index(at).store(one * row)
-        ends.index(at).store(one * end)
-        columns.index(at).store(one * column)
-        experts.index(at).store(one * expert)
-        if SCALED_X:
-            sx.index(at).store(scale_x)
-        if SCALED_W:
-            sw.index(at).store(scale_w)
-        mbarrier.arrive(posted.index(at))
-        done += 1
-        tile = next_tile
-        base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
-    mbarrier.wait(empty.index(step % STAGES), ((step // STAGES) & 1) ^ 1)
-    more.index(step % STAGES).store(one * 0)
-    mbarrier.arrive(full.index(step % STAGES))
-    # Every program draws one ticket too many; who draws the last of those leaves the counter as it was found.
-    gl.store(ticket, 0, mask=tile == total + gl.num_programs(0) - 1)
-
-
-@gluon.jit
 def number(cells, index):
     """The integer in one cell of shared memory."""
     return gl.max(cells.index(index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
+def schedule(
+    scales_x, offsets, ticket, box, posted, read, M, E, N,
+    BM: gl.constexpr, BN: gl.constexpr, BOXES: gl.constexpr, SCALED_X: gl.constexpr,
+):  # fmt: skip
+    """One warp: draw tiles from the queue, find out where they are, and post it, up to BOXES tiles ahead.
+
+    A warp of its own, because all this is a chain of memory latencies that no load of operands should wait for.
+    """
+    rows, ends, columns, experts, sx = box
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = gl.full([1], 1, gl.int32, LINE)
+    tiles_n = gl.cdiv(N, BN)
+    tile, base, first = gl.program_id(0), 0, 0
+    sums = count(offsets, first, M, E, tiles_n, BM)
+    base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
+    done = 0
+    while expert < E:
+        start, end = bounds(offsets, expert, M, E)
+        band = local // (BAND * tiles_n)
+        height = gl.minimum(gl.cdiv(end - start, BM) - band * BAND, BAND)  # bands as in tiles.find_tile
+        local -= band * BAND * tiles_n
+        row = start + (band * BAND + local % height) * BM
+        if SCALED_X:
+            rm = row + gl.arange(0, BM, layout=LINE)
+            scale_x = gl.load(scales_x + rm, mask=rm < end, other=0.0)
+        at = done % BOXES
+        mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
+        rows.index(at).store(one * row)
+        ends.index(at).store(one * end)
+        columns.index(at).store(one * (local // height * BN))
+        experts.index(at).store(one * expert)
+        if SCALED_X:
+            sx.index(at).store(scale_x)
+        mbarrier.arrive(posted.index(at))
+        done += 1
+        tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed")
+        base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
+    mbarrier.wait(read.index(done % BOXES), ((done // BOXES) & 1) ^ 1)
+    rows.index(done % BOXES).store(one * -1)
+    mbarrier.arrive(posted.index(done % BOXES))
+    # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
+    gl.store(ticket, 0, mask=tile == gl.num_programs(0) + total - 1)
+
+
+@gluon.jit
+def produce(
+    x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """One warp: keep the ring of operands full, across tiles."""
+    rows, _ends, columns, experts, _sx = box
+    step, done = 0, 0
+    mbarrier.wait(posted.index(0), 0)
+    row = number(rows, 0)
+    while row >= 0:
+        channel = number(experts, done % BOXES) * N + number(columns, done % BOXES)
+        mbarrier.arrive(read.index(done % BOXES))
+        for k in range(0, K, BK):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BYTES)
+            tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot))
+            tma.async_copy_global_to_shared(w, [channel + BN // 2, k], full.index(slot), ws1.index(slot))
+            tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+            step += 1
+        done += 1
+        mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
+        row = number(rows, done % BOXES)
+
+
+@gluon.jit
+def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.constexpr):
+    """Those of 64 channels of an [E, N] tensor of scales or biases; zeros where there is none."""
+    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    if USED:
+        result = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
+    else:
+        result = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
+    return result
+
+
+@gluon.jit
 def store(
-    acc, y, sx, sw, bias, out, expert, row, end, column, N, stride_ym,
+    acc, y, sx, scale_w, shift, out, row, end, column, N, stride_ym,
     ACC: gl.constexpr, BM: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """Store 64 channels × BM rows of Y from an accumulator [64, BM]; the arithmetic of ``tiles.store``."""
@@ -153,13 +168,11 @@ def store(
     if SCALED_W or SCALED_X or BIAS:
         value = value.to(gl.float32)
     if SCALED_W:
-        value = value * gl.expand_dims(sw.load(gl.SliceLayout(1, ACC)), 1)
+        value = value * gl.expand_dims(scale_w, 1)
     if SCALED_X:
         value = value * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
     if BIAS:
-        rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-        channel = expert.to(gl.int64) * N + rn
-        value = value + gl.expand_dims(gl.load(bias + channel, mask=rn < N, other=0.0).to(gl.float32), 1)
+        value = value + gl.expand_dims(shift, 1)
     # Channels lie side by side in memory, rows side by side in the accumulator: turned in shared memory.
     out.permute((1, 0)).store(value.to(y.dtype.element_ty))
     write(
@@ -178,18 +191,23 @@ def write(value, y, row, end, column, N, stride_ym, BM: gl.constexpr):
 
 @gluon.jit
 def consume(
-    y, bias, offsets, xs, ws, box, out, full, empty, posted, read, M, E, N, K, stride_ym,
+    y, scales_w, bias, offsets, xs, ws, box, out, full, empty, posted, read, M, E, N, K, stride_ym,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
-    more, rows, ends, columns, experts, sx, sw = box
+    rows, ends, columns, experts, sx = box
     TWO: gl.constexpr = BN == 256
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
     DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
     step, done = 0, 0
-    mbarrier.wait(full.index(0), 0)
-    while number(more, step % STAGES) > 0:
+    mbarrier.wait(posted.index(0), 0)
+    while number(rows, done % BOXES) >= 0:
+        at = done % BOXES
+        expert, column = number(experts, at), number(columns, at) + HALF * (BN // 2)
+        if not PROMOTE:  # their latency hides behind the products, which with PROMOTE leave no register for them
+            scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
+            scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         acc0 = gl.full([64, BM], 0, DTYPE, ACC)
         acc1 = acc0
         for k in range(0, K, BK):
@@ -226,19 +244,22 @@ def consume(
             else:
                 acc0 = warpgroup_mma_wait(0, deps=[acc0])
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-        at = done % BOXES
-        mbarrier.wait(posted.index(at), (done // BOXES) & 1)
+        # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) + HALF * (BN // 2)
-        channels = sw.index(at).slice(HALF * (BN // 2), BN // 2)
-        store(acc0, y, sx.index(at), channels.slice(0, 64), bias, out, expert, row, end, column, N, stride_ym,
+        if PROMOTE:
+            scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
+            scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
+        shift = channel_values(bias, expert, column, N, ACC, BIAS)
+        store(acc0, y, sx.index(at), scale0, shift, out, row, end, column, N, stride_ym,
               ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
         if TWO:
-            store(acc1, y, sx.index(at), channels.slice(64, 64), bias, out, expert, row, end, column + 64, N, stride_ym,
+            shift = channel_values(bias, expert, column + 64, N, ACC, BIAS)
+            store(acc1, y, sx.index(at), scale1, shift, out, row, end, column + 64, N, stride_ym,
                   ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
         mbarrier.arrive(read.index(at))
         done += 1
-        mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
+        mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
     # Rows behind the last expert are zero. No tile of the queue covers them.
     row, end = bounds(offsets, E, M, E)
     WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
@@ -274,11 +295,11 @@ def hopper_kernel(
     SCALED_W: gl.constexpr,
     BIAS: gl.constexpr,
 ):
-    """Grid (programs,). Per program one warp loads and two warpgroups multiply, joined by a ring of STAGES slots.
+    """Grid (programs,). In each, a warp finds tiles, a warp loads operands, and two warpgroups multiply and store.
 
-    ``full`` says that a slot is loaded and ``empty`` that both warpgroups have read it; ``more`` is 0 in the slot after
-    the last tile. What an epilogue needs waits in one of BOXES boxes: ``posted`` by the loading warp, then ``read``.
-    The loading warp runs ahead across tiles, and while one warpgroup stores the other multiplies.
+    A tile's place waits in one of BOXES boxes, ``posted`` by the first warp and ``read`` by the others; its operands
+    pass through a ring of STAGES slots, ``full`` when loaded and ``empty`` when both warpgroups have used them. So the
+    loads run ahead across tiles, and while one warpgroup stores the other multiplies.
     """
     FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
@@ -287,13 +308,11 @@ def hopper_kernel(
     out0 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     out1 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     box = (
-        gl.allocate_shared_memory(gl.int32, [STAGES, 1], FLAT),
         gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
         gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
         gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
         gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
         gl.allocate_shared_memory(gl.float32, [BOXES, BM], FLAT),
-        gl.allocate_shared_memory(gl.float32, [BOXES, BN], FLAT),
     )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
@@ -304,21 +323,25 @@ def hopper_kernel(
         mbarrier.init(empty.index(i), count=2)
     for i in gl.static_range(BOXES):
         mbarrier.init(posted.index(i), count=1)
-        mbarrier.init(read.index(i), count=2)
+        mbarrier.init(read.index(i), count=3)
     fence_async_shared()
     BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
-            (consume, (y, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K, stride_ym,
+            (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K, stride_ym,
                        0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (consume, (y, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K, stride_ym,
+            (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K, stride_ym,
                        1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (produce, (x, w, scales_x, scales_w, offsets, ticket, xs, ws0, ws1, box, full, empty, posted, read,
-                       M, E, N, K, BM, BN, BK, STAGES, BOXES, BYTES, SCALED_X, SCALED_W)),
+            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES, BYTES)),
+            (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
         ],
-        [4, 1],
-        [232, 40],
+        [4, 1, 1],
+        [232, 40, 40],
     )  # fmt: skip
+
+
+BOXES = 4
+"""Tiles found ahead: more than the ring of operands can hold where tiles are short."""
 
 
 def hopper_mm(
@@ -356,7 +379,7 @@ def hopper_mm(
         BN=bn,
         BK=bk,
         STAGES=config.num_stages,
-        BOXES=config.boxes,
+        BOXES=BOXES,
         OUT=gl.NVMMASharedLayout(128, out.element_size() * 8, rank=2),
         INT=x.dtype == torch.int8,
         PROMOTE=promote > 0,
