@@ -121,6 +121,17 @@ class TileConfig:
             num_stages=min(self.num_stages, stages),
         )
 
+    def by_pointers(self) -> TileConfig:
+        """The same tile for operands that no descriptor can address. Addresses take registers: 8 warps share a large
+        tile, at most 128x128."""
+        config = replace(self.portable(), tma=False)
+        if config.block_m * config.block_n < 128 * 128:
+            return config
+        bm, bn, stages = min(config.block_m, 128), min(config.block_n, 128), min(config.num_stages, 3)
+        return TileConfig(
+            *(bm, bn, config.block_k, config.swap_ab), launch="persistent", num_warps=8, num_stages=stages
+        )
+
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
@@ -203,8 +214,8 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
 
 def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
     """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
-    if not gpu.tma or problem.K * problem.element_size % 16:
-        config = replace(config.portable(), tma=False)
+    if config.tma and (not gpu.tma or problem.K * problem.element_size % 16):
+        config = config.by_pointers()
     if config.warp_specialize and supports(problem, replace(config, num_stages=2), gpu) is not None:
         config = config.portable()
     for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):
