@@ -108,7 +108,7 @@ def eager(format: str) -> Iterator[dict[str, Any]]:
         prepared = host_us(launcher)
     parts = {
         "whole call": whole,
-        "whole call, output given": host_us(lambda: lowgmm.gmm(*args[:4], offsets, output=y)),
+        "whole call, output given": host_us(lambda: lowgmm.gmm(o.x, o.w, o.scales_x, o.scales_w, offsets, output=y)),
         "through the dispatcher": host_us(lambda: torch.ops.lowgmm.gmm(*args, OUT)),
         "is the dispatcher needed": host_us(lambda: ops.plain(o.x, o.w, o.scales_x, o.scales_w, offsets)),
         "validation": host_us(lambda: ops._check_once(*args[:8], OUT)),

@@ -163,8 +163,7 @@ def _gmm_into(
 
         cpu.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
         return
-    fmt = format_of(weights[0].dtype)
-    if fmt is not None and x.dtype in FLOATS:
+    if x.dtype in FLOATS and (fmt := format_of(weights[0].dtype)) is not None:
         x, scales_x = _quantize_tokens(x, fmt.name, clip, impl)
     if impl == "reference":
         from lowgmm import reference
