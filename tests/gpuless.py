@@ -62,6 +62,7 @@ def report(asm: dict[str, Any], shared: int) -> dict[str, int]:
             "tcgen05": r"tcgen05\.mma",
             "tma": r"cp\.async\.bulk\.tensor",
             "cp_async": r"cp\.async\.c[ag]",
+            "wide_stores": r"st\.global\.v4",
         }.items()
     }
     return {"shared": shared, "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)), **counts}
