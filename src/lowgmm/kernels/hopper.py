@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
@@ -205,7 +206,7 @@ def consume(
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
         expert, column = number(experts, at), number(columns, at) * BN + HALF * (BN // 2)
-        if not PROMOTE:  # their latency hides behind the products, which with PROMOTE leave no register for them
+        if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         acc0 = gl.full([64, BM], 0, DTYPE, ACC)
@@ -247,7 +248,7 @@ def consume(
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
-        if PROMOTE:
+        if PROMOTE and TWO:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         shift = channel_values(bias, expert, column, N, ACC, BIAS)
@@ -325,6 +326,9 @@ def hopper_kernel(
         mbarrier.init(posted.index(i), count=1)
         mbarrier.init(read.index(i), count=3)
     fence_async_shared()
+    # Up to here nothing was read that the launch before may still be writing, so this much of two launches overlaps.
+    gdc_wait()
+    gdc_launch_dependents()
     BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
@@ -387,4 +391,5 @@ def hopper_mm(
         SCALED_W=scales_w is not None,
         BIAS=bias is not None,
         num_warps=4,
+        launch_pdl=True,
     )
