@@ -18,6 +18,9 @@ from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format
 from lowgmm.layer import LayerSpec, Weights
+from lowgmm.plan import LayerConfig, LayerProblem
+from lowgmm.plan import pick as pick_layer
+from lowgmm.plan import supports as supports_layer
 from lowgmm.shapes import UnsupportedError
 from lowgmm.validate import check_gmm, check_moe, check_tokens, checked_bounds
 
@@ -74,10 +77,8 @@ def _gmm_into(
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
-    if impl == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        raise UnsupportedError(
-            "gmm: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
-        )
+    if impl == "triton":
+        check_interpreter("gmm", out.device)
     if impl == "cpu":
         from lowgmm import cpu
 
@@ -176,6 +177,11 @@ def _moe_ffn(
         from lowgmm import cpu
 
         return cpu.moe_ffn(*arguments)
+    if impl == "triton" and (plan := _layer_config(*arguments, config)) is not None:
+        from lowgmm.kernels.run_layer import moe_ffn
+
+        with torch.cuda.device(hidden.device) if hidden.device.type != "cpu" else nullcontext():
+            return moe_ffn(*arguments, plan)
     from lowgmm import compose
 
     def gmm(
@@ -190,6 +196,40 @@ def _moe_ffn(
         return _gmm(x, weights, scales_x, scales_w, offsets, bias, None, impl, None, dtype)
 
     return compose.moe_ffn(*arguments, gmm, lambda x, fmt, clip: _quantize_tokens(x, fmt.name, clip, impl))
+
+
+def _layer_config(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+    config: str | None,
+) -> LayerConfig | None:
+    """How the layer's kernels run this call; None if it runs as a sequence of operations."""
+    from lowgmm.gpu import describe
+
+    check_interpreter("moe_ffn", hidden.device)
+    (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
+    (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
+    problem = LayerProblem(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up)
+    why = "w13 and w2 are of different dtypes." if w13.operands[0].dtype != dtype else None
+    if config is None:
+        return pick_layer(problem, gpu) if why is None else None
+    forced = LayerConfig.parse(config)
+    why = why or supports_layer(problem, forced, gpu)
+    if why is not None:
+        raise UnsupportedError(f"moe_ffn: config {config} cannot run here: {why}")
+    return forced
+
+
+def check_interpreter(op: str, device: torch.device) -> None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise UnsupportedError(
+            f"{op}: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
+        )
 
 
 def _flat(scales: Tensor | None) -> Tensor | None:

@@ -1,0 +1,199 @@
+"""Routing on the device: a stable counting sort of the slots by expert, with whatever else the layer must prepare.
+
+One program per expert and no communication between programs, so one launch sorts any number of slots, always into the
+same order. Each program counts all ids (they are few, and in the cache), which tells it where its expert's rows start.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lowgmm.formats import QuantFormat
+from lowgmm.kernels.quantize import quantize_row
+from lowgmm.routing import max_row_tiles
+
+TILE_FIELDS = tl.constexpr(4)
+"""A row tile's record: its expert, the expert's first tile, first row, and end of rows."""
+
+
+@triton.jit
+def load_ids(ids, at, R, E):
+    """Expert of each slot: E for an id outside [0, E), E + 1 past the last slot."""
+    e = tl.load(ids + at, mask=at < R, other=-1)
+    e = tl.where((e >= 0) & (e < E), e, E).to(tl.int32)
+    return tl.where(at < R, e, E + 1)
+
+
+@triton.jit
+def place_expert(
+    ids,  # (R,) int
+    order,  # (R,) int32, written: sorted position -> slot
+    inverse,  # (R,) int32, written: slot -> sorted position
+    offsets,  # (E+1,) int32, written at e
+    tiles,  # (bound, TILE_FIELDS) int32, written: records of this expert's row tiles
+    done,  # (bound,) int32, zeroed
+    count,  # (1,) int32, written by program 0: row tiles of all experts
+    e,  # 0 … E; E stands for the slots without an expert, which come last
+    R,
+    E,
+    TILES: tl.constexpr,
+    INVERSE: tl.constexpr,
+    BM: tl.constexpr,
+    BINS: tl.constexpr,  # power of two > E + 1
+    BLOCK: tl.constexpr,
+):
+    bins, i = tl.arange(0, BINS), tl.arange(0, BLOCK)
+    sizes = tl.zeros((BINS,), dtype=tl.int32)
+    for start in tl.range(0, R, BLOCK):
+        sizes += tl.histogram(load_ids(ids, start + i, R, E), BINS)
+    first_row = tl.sum(tl.where(bins < e, sizes, 0), 0)
+    size = tl.sum(tl.where(bins == e, sizes, 0), 0)
+
+    placed, start = first_row * 0, first_row * 0
+    while placed < size:
+        mine = load_ids(ids, start + i, R, E) == e
+        rank = placed + tl.cumsum(mine.to(tl.int32), 0) - 1
+        tl.store(order + first_row + rank, start + i, mask=mine)
+        if INVERSE:
+            tl.store(inverse + start + i, first_row + rank, mask=mine)
+        placed += tl.sum(mine.to(tl.int32), 0)
+        start += BLOCK
+    if INVERSE:
+        tl.store(offsets + e, first_row)
+    if TILES:
+        row_tiles = tl.where(bins < E, tl.cdiv(sizes, BM), 0)
+        first = tl.sum(tl.where(bins < e, row_tiles, 0), 0)
+        if e == 0:
+            tl.store(count, tl.sum(row_tiles, 0))
+        if e < E:
+            j = tl.arange(0, 64)
+            for from_tile in tl.range(0, tl.cdiv(size, BM), 64):
+                tile = first + from_tile + j
+                own = from_tile + j < tl.cdiv(size, BM)
+                record = tiles + tile * TILE_FIELDS
+                tl.store(record, tl.zeros_like(tile) + e, mask=own)
+                tl.store(record + 1, tl.zeros_like(tile) + first, mask=own)
+                tl.store(record + 2, tl.zeros_like(tile) + first_row, mask=own)
+                tl.store(record + 3, tl.zeros_like(tile) + first_row + size, mask=own)
+                tl.store(done + tile, tl.zeros_like(tile), mask=own)
+
+
+@triton.jit(do_not_specialize=["R"])
+def sort_kernel(ids, order, inverse, offsets, R, E, BINS: tl.constexpr, BLOCK: tl.constexpr):
+    """Grid (E+1,)."""
+    e = tl.program_id(0)
+    place_expert(ids, order, inverse, offsets, order, order, order, e, R, E, False, True, 1, BINS, BLOCK)
+
+
+@triton.jit(do_not_specialize=["R", "bound"])
+def prepare_kernel(
+    ids,  # (T, A) int
+    x,  # (T, H) float, row stride stride_x
+    xq,  # (T, H) int8 or float8e4nv
+    scales,  # (T,) float32
+    out,  # (T, H)
+    workspace,  # int32, see moe_layer.workspace_size
+    R,
+    bound,
+    E,
+    A,
+    H,
+    stride_x,
+    clip,
+    QMAX: tl.constexpr,  # 0: hidden is not quantised
+    GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
+    ZERO: tl.constexpr,  # tokens without an expert are zeroed here, because no combine follows
+    BM: tl.constexpr,
+    BINS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Grid (E + T,): everything ahead of the layer's products. Programs 0 … E-1 sort, the others take a token each."""
+    pid = tl.program_id(0)
+    tiles = workspace + 4
+    done = tiles + bound * TILE_FIELDS
+    order = done + bound
+    absmax = order + R
+    if pid < E:
+        if pid == 0:
+            tl.store(workspace, 0)  # the queue's ticket
+        place_expert(ids, order, order, order, tiles, done, workspace + 1, pid, R, E, True, False, BM, BINS, BLOCK)
+    else:
+        t = (pid - E).to(tl.int64)
+        if QMAX > 0:
+            quantize_row(x + t * stride_x, xq + t * H, scales + t, H, clip, QMAX, BLOCK_H)
+        if GROUPS > 0:
+            j = tl.arange(0, 64)
+            for start in tl.range(0, A * GROUPS, 64):
+                inside = start + j < A * GROUPS
+                tl.store(absmax + t * A * GROUPS + start + j, tl.zeros((64,), dtype=tl.int32), mask=inside)
+        if ZERO:
+            e = tl.load(ids + t)
+            if (e < 0) | (e >= E):
+                k = tl.arange(0, BLOCK_H)
+                for start in tl.range(0, H, BLOCK_H):
+                    zeros = tl.zeros((BLOCK_H,), dtype=tl.float32).to(out.dtype.element_ty)
+                    tl.store(out + t * H + start + k, zeros, mask=start + k < H)
+
+
+def _blocks(num_rows: int, num_experts: int) -> dict[str, int]:
+    """Few variants, so that no token count compiles a kernel of its own."""
+    block = 128 if num_rows <= 128 else 1024 if num_rows <= 4096 else 4096
+    return {"BINS": max(16, triton.next_power_of_2(num_experts + 2)), "BLOCK": block}
+
+
+def sort(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """order [R] and inverse [R] (int64), offsets [E+1] (int32): as ``routing.route`` defines them."""
+    ids = topk_ids.contiguous()
+    order, inverse = torch.empty((2, ids.numel()), dtype=torch.int32, device=ids.device)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
+    sort_kernel[(num_experts + 1,)](
+        ids, order, inverse, offsets, ids.numel(), num_experts, **_blocks(ids.numel(), num_experts), num_warps=4
+    )
+    return order.long(), inverse.long(), offsets
+
+
+def prepare(
+    ids: Tensor,
+    x: Tensor,
+    xq: Tensor,
+    scales: Tensor,
+    out: Tensor,
+    workspace: Tensor,
+    num_experts: int,
+    block_m: int,
+    fmt: QuantFormat | None,
+    clip: float | None,
+    groups: int,
+) -> None:
+    """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters."""
+    (num_tokens, top_k), width = ids.shape, x.shape[1]
+    block_h = min(max(128, triton.next_power_of_2(width)), 4096)
+    prepare_kernel[(num_experts + num_tokens,)](
+        ids,
+        x,
+        xq,
+        scales,
+        out,
+        workspace,
+        ids.numel(),
+        max_row_tiles(ids.numel(), num_experts, block_m),
+        num_experts,
+        top_k,
+        width,
+        x.stride(0),
+        math.inf if clip is None else clip,
+        QMAX=0.0 if fmt is None else fmt.qmax,
+        GROUPS=groups,
+        ZERO=top_k == 1,
+        BM=block_m,
+        BLOCK_H=block_h,
+        **_blocks(ids.numel(), num_experts),
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
