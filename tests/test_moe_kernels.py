@@ -254,7 +254,7 @@ def test_what_has_no_kernels() -> None:
     """fp16 and fp32 weights, and two formats in one layer, run as a sequence of operations; a forced one is refused."""
     hidden, w13, w2, ids, weights = make(None, torch.float32, torch.tensor(IDS), 4, DEVICE, (6, 64, 96))
     assert isinstance(w2, Tensor)
-    with pytest.raises(UnsupportedError, match="not torch.float32"):
+    with pytest.raises(UnsupportedError, match=r"not torch\.float32"):
         layer(hidden, w13, w2, ids, weights, config=LAUNCHES["queue"])
     check_layer(lowgmm.moe_ffn(hidden, w13, w2, ids, weights, impl="triton"), hidden, w13, w2, ids, weights)
     mixed = (hidden, lowgmm.quantize(w13, "fp8"), lowgmm.quantize(w2, "int8"), ids, weights)  # type: ignore[arg-type]
