@@ -71,7 +71,7 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
                 types["hq"] = f"tensordesc<{element}[{config.block_m}, {config.down_k}]>"
         constexprs = shared | {
             "PHASE": phase, "DIRECT": direct, "REQUANTISE": done and phase == UP,
-            "PREFETCH": config.prefetch and target.backend == "cuda", "A": top_k, "TMA": config.tma,
+            "PREFETCH": config.prefetch and target.backend == "cuda", "PDL": config.pdl, "A": top_k, "TMA": config.tma,
             "REQUANTIZE": requantize,
         }  # fmt: skip
         absent = {"scales_h"} if spec.requantize != "static" else set()
@@ -89,10 +89,10 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
         types |= {"ids": "*i32", "x": "*bf16", "xq": f"*{ELEMENT[dtype]}", "scales": "*fp32", "out": "*bf16"}
         types |= {"workspace": "*i32"}
         constexprs = {name: shared[name] for name in ("QMAX", "GROUPS", "BM")} | _blocks(request["T"] * top_k, experts)
-        constexprs |= {"ZERO": top_k == 1, "BLOCK_H": shared["BLOCK_H"]}
+        constexprs |= {"ZERO": top_k == 1, "PDL": config.pdl, "BLOCK_H": shared["BLOCK_H"]}
         reports.append(compile_kernel(prepare_kernel, types, constexprs, target, {"H", "stride_x"}, num_warps=4))
         types = {"y": "*bf16", "ids": "*i32", "topk_weights": "*fp32", "out": "*bf16", "E": "i32", "H": "i32"}
-        constexprs = {"A": top_k, "WEIGHT_ON_INPUT": spec.weight_on_input, "BLOCK": 1024}
+        constexprs = {"A": top_k, "WEIGHT_ON_INPUT": spec.weight_on_input, "PDL": config.pdl, "BLOCK": 1024}
         reports.append(compile_kernel(combine_kernel, types, constexprs, target, {"H"}, num_warps=4))
         types = {"ids": "*i32", "order": "*i32", "inverse": "*i32", "offsets": "*i32", "R": "i32", "E": "i32"}
         blocks = _blocks(request["T"] * top_k, experts)

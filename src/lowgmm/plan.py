@@ -62,6 +62,8 @@ class LayerConfig:
     """Load weights through TMA descriptors."""
     prefetch: bool = False
     """A down tile that must wait asks L2 for its weights meanwhile."""
+    pdl: bool = False
+    """Programmatic dependent launch: a launch starts while the one before it ends, and waits on the device."""
     num_warps: int = 4
     num_stages: int = 4
     programs_per_sm: int = 2
@@ -70,7 +72,9 @@ class LayerConfig:
 
     def __str__(self) -> str:
         flags = "".join(
-            f"-{name}" for name, on in (("swap", self.swap_ab), ("tma", self.tma), ("pre", self.prefetch)) if on
+            f"-{name}"
+            for name, on in (("swap", self.swap_ab), ("tma", self.tma), ("pre", self.prefetch), ("pdl", self.pdl))
+            if on
         )
         grid = f"{self.programs}t" if self.programs else f"{self.programs_per_sm}p"
         tiles = f"{self.block_m}-{self.up_n}x{self.up_k}-{self.down_n}x{self.down_k}"
@@ -80,16 +84,16 @@ class LayerConfig:
     @functools.cache
     def parse(text: str) -> LayerConfig:
         """The configuration that ``str`` wrote."""
-        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-pre)?-(\d+)w(\d+)s(\d+)([pt])"
+        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
         m = re.fullmatch(pattern, text)
         if m is None or m[1] not in LAUNCHES:
             raise UnsupportedError(
                 f"moe_ffn: config {text!r} is not a layer configuration; expected e.g. "
                 f"'queue-16-64x256-128x256-swap-tma-4w4s2p'."
             )
-        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 10, 11, 12))
-        per_sm, total = (programs, 0) if m[13] == "p" else (1, programs)
-        flags = (bool(m[7]), bool(m[8]), bool(m[9]))
+        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 11, 12, 13))
+        per_sm, total = (programs, 0) if m[14] == "p" else (1, programs)
+        flags = (bool(m[7]), bool(m[8]), bool(m[9]), bool(m[10]))
         return LayerConfig(m[1], block_m, up_n, up_k, down_n, down_k, *flags, warps, stages, per_sm, total)
 
     def shared_memory(self, element_size: int) -> int:
@@ -122,6 +126,8 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return f"a direct launch serves one token, got T={problem.T}."
     if problem.requantize == "group128" and (config.up_n > GROUP or config.down_k > GROUP):
         return f"group128 needs up_n and down_k of at most {GROUP}: a tile must lie in one group."
+    if config.pdl and not gpu.tma:
+        return f"{gpu.name} has no programmatic dependent launch; use a configuration without it."
     if config.tma:
         if not gpu.tma:
             return f"{gpu.name} has no TMA; use a configuration without it."
@@ -147,9 +153,9 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
         down_n = 32
         while down_n < 64 and problem.A * problem.H // (2 * down_n) >= 2 * gpu.sms:
             down_n *= 2
-        return LayerConfig("direct", 16, up_n, wide, down_n, wide, prefetch=True)
+        return LayerConfig("direct", 16, up_n, wide if up_n < 64 else narrow, down_n, wide, prefetch=True)
     if rows <= 16:
-        return LayerConfig("queue", 16, 64, wide, 64, wide, prefetch=True)
+        return LayerConfig("queue", 16, 64, narrow, 64, wide, prefetch=True)
     if rows <= 32:
         return LayerConfig("queue", 32, 64, narrow, 128, narrow)
     if rows <= 96:
@@ -172,6 +178,9 @@ def pick(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     interleaved_edge = problem.gate_up == "interleaved" and problem.H % config.up_k
     if not gpu.tma or problem.H * size % 16 or problem.I * size % 16 or interleaved_edge:
         config = replace(config, tma=False)
+    # Programs that share an SM share its memory.
+    while config.num_stages > 2 and config.shared_memory(size) * config.programs_per_sm > gpu.shared_memory:
+        config = replace(config, num_stages=config.num_stages - 1)
     # Made to fit by giving up first what costs least: pipeline depth, then the tiles.
     for field, least in (("num_stages", 2), ("down_n", 64), ("up_n", 32), ("up_k", 64), ("down_k", 64)):
         while supports(problem, config, gpu) is not None and (now := getattr(config, field)) > least:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.kernels.moe_tiles import down_tile, gate_up_tile
 from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
@@ -111,6 +112,7 @@ def moe_layer_kernel(
     DIRECT: tl.constexpr,  # one token: its slots are the tiles, nothing was prepared, and the sum is done here
     REQUANTISE: tl.constexpr,  # UP: the last tile of a row block writes hq
     PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
     A: tl.constexpr,
     BM: tl.constexpr, BN1: tl.constexpr, BK1: tl.constexpr, BN2: tl.constexpr, BK2: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K1: tl.constexpr, EVEN_K2: tl.constexpr,
@@ -126,6 +128,8 @@ def moe_layer_kernel(
     columns_done = absmax + R * GROUPS  # DIRECT: slots whose down tile is there, for each column tile
     FINAL: tl.constexpr = A == 1
 
+    if PDL:
+        gdc_wait()
     inverse = 0.0
     scale = 0.0
     if DIRECT:
@@ -193,6 +197,8 @@ def moe_layer_kernel(
     # Everyone draws one ticket past the last task. Whoever draws the highest knows that all others have drawn theirs.
     if task == tasks + tl.num_programs(0) - 1:
         tl.store(workspace, 0)
+    if PDL:
+        gdc_launch_dependents()
 
 
 @triton.jit
@@ -230,9 +236,12 @@ def combine_kernel(
     H,
     A: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Grid (T, cdiv(H, BLOCK)): the weighted sum of each token's slots."""
+    if PDL:
+        gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = sum_slots(y, ids, topk_weights, t, n, n < H, E, H, A, WEIGHT_ON_INPUT)

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from lowgmm.formats import QuantFormat
 from lowgmm.kernels.quantize import quantize_row
@@ -107,6 +108,7 @@ def prepare_kernel(
     clip,
     QMAX: tl.constexpr,  # 0: hidden is not quantised
     GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
+    PDL: tl.constexpr,
     ZERO: tl.constexpr,  # tokens without an expert are zeroed here, because no combine follows
     BM: tl.constexpr,
     BINS: tl.constexpr,
@@ -114,6 +116,8 @@ def prepare_kernel(
     BLOCK_H: tl.constexpr,
 ):
     """Grid (E + T,): everything ahead of the layer's products. Programs 0 … E-1 sort, the others take a token each."""
+    if PDL:
+        gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
     pid = tl.program_id(0)
     tiles = workspace + 4
     done = tiles + bound * TILE_FIELDS
@@ -170,6 +174,7 @@ def prepare(
     fmt: QuantFormat | None,
     clip: float | None,
     groups: int,
+    pdl: bool,
 ) -> None:
     """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters."""
     (num_tokens, top_k), width = ids.shape, x.shape[1]
@@ -190,6 +195,7 @@ def prepare(
         math.inf if clip is None else clip,
         QMAX=0.0 if fmt is None else fmt.qmax,
         GROUPS=groups,
+        PDL=pdl,
         ZERO=top_k == 1,
         BM=block_m,
         BLOCK_H=block_h,

@@ -44,6 +44,8 @@ def moe_ffn(
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     rows, device = ids.numel(), hidden.device
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
+    pdl = config.pdl and config.launch != "direct"
+    after: dict[str, Any] = {"launch_pdl": True} if pdl else {}  # no other backend knows the option
     direct, split = config.launch == "direct", config.launch == "split"
 
     biased = (w13.bias is not None, w2.bias is not None)
@@ -65,7 +67,7 @@ def moe_ffn(
         if fmt is not None:
             x = torch.empty((num_tokens, width), dtype=fmt.dtype, device=device)
             scales_x = torch.empty(num_tokens, dtype=torch.float32, device=device)
-        prepare(ids, hidden, x, scales_x, out, workspace, num_experts, config.block_m, fmt, spec.clip, groups)
+        prepare(ids, hidden, x, scales_x, out, workspace, num_experts, config.block_m, fmt, spec.clip, groups, pdl)
 
     tma = config.tma and values13.data_ptr() % 16 == 0 and values2.data_ptr() % 16 == 0
     operands: dict[str, Any] = {"w13": values13, "w2": values2, "hq": hq}
@@ -113,18 +115,20 @@ def moe_ffn(
             DIRECT=direct,
             REQUANTISE=done_in_up and phase == UP,
             PREFETCH=config.prefetch and gpu.backend == "cuda",
+            PDL=pdl,
             A=top_k,
             TMA=tma,
             **constexprs,
             REQUANTIZE=requantize,
             num_warps=config.num_warps,
             enable_fp_fusion=False,  # the epilogues' roundings are the contract's
+            **after,
         )
     if top_k > 1 and not direct:
         block = min(1024, triton.next_power_of_2(width))
         combine_kernel[(num_tokens, triton.cdiv(width, block))](
-            y, ids, weights, out, num_experts, width, A=top_k, WEIGHT_ON_INPUT=spec.weight_on_input, BLOCK=block,
-            num_warps=4, enable_fp_fusion=False,
+            y, ids, weights, out, num_experts, width, A=top_k, WEIGHT_ON_INPUT=spec.weight_on_input, PDL=pdl,
+            BLOCK=block, num_warps=4, enable_fp_fusion=False, **after,
         )  # fmt: skip
     return out
 
