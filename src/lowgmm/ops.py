@@ -18,11 +18,12 @@ from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format
 from lowgmm.layer import LayerSpec, Weights
-from lowgmm.plan import LayerConfig, LayerProblem
+from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem
 from lowgmm.plan import pick as pick_layer
 from lowgmm.plan import supports as supports_layer
+from lowgmm.routing import Router, check_router, check_routing, route, select_experts
 from lowgmm.shapes import UnsupportedError
-from lowgmm.validate import check_gmm, check_moe, check_tokens, checked_bounds
+from lowgmm.validate import check_gmm, check_impl, check_moe, check_tokens, checked_bounds
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -37,6 +38,12 @@ library.define(
     "moe_ffn(Tensor hidden, Tensor[] w13, Tensor? scales_w13, Tensor? bias_w13, Tensor[] w2, Tensor? scales_w2, "
     "Tensor? bias_w2, Tensor topk_ids, Tensor topk_weights, Tensor? scales_h, str activation, str gate_up, "
     "float? alpha, float? limit, bool weight_on_input, str requantize, float? clip, str impl, str? config) -> Tensor",
+    tags=TAGS,
+)
+library.define("route(Tensor topk_ids, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+library.define(
+    "select_experts(Tensor logits, Tensor? bias, int top_k, str scoring, bool renormalize, int num_groups, "
+    "int topk_groups, float scale, str impl) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
@@ -270,6 +277,56 @@ def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
+# routing
+
+
+def _route(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_impl("route", impl)
+    check_routing(topk_ids, num_experts)
+    if impl == "reference" or (impl == "auto" and topk_ids.device.type == "cpu") or num_experts > MAX_BINS:
+        r = route(topk_ids, num_experts)
+        return r.order, r.inverse, r.offsets
+    check_interpreter("route", topk_ids.device)
+    from lowgmm.kernels.route import sort
+
+    with torch.cuda.device(topk_ids.device) if topk_ids.device.type != "cpu" else nullcontext():
+        return sort(topk_ids, num_experts)
+
+
+def _route_fake(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_impl("route", impl)
+    check_routing(topk_ids, num_experts)
+    rows = topk_ids.shape[0] * topk_ids.shape[1]
+    order, inverse = (topk_ids.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    return order, inverse, topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
+
+
+def _select_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    check_impl("route", impl)
+    router = Router(top_k, scoring, renormalize, num_groups, topk_groups, scale)
+    check_router(logits, router, bias)
+    if isinstance(logits, FakeTensor):
+        shape = (logits.shape[0], top_k)
+        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+    if impl == "reference" or (impl == "auto" and logits.device.type == "cpu"):
+        return select_experts(logits, router, bias)
+    check_interpreter("route", logits.device)
+    from lowgmm.kernels import route as kernels
+
+    with torch.cuda.device(logits.device) if logits.device.type != "cpu" else nullcontext():
+        return kernels.select_experts(logits, router, bias)
+
+
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Without gradients (out= variants refuse operands that need one) and autocast (it would lower the FP32 sums)."""
 
@@ -295,4 +352,6 @@ def _register(name: str, function: Any, fake: Any) -> None:
 _register("gmm", _gmm, _gmm)
 _register("gmm_out", _gmm_out, _gmm_out)
 _register("moe_ffn", _moe_ffn, _moe_ffn)
+_register("route", _route, _route_fake)
+_register("select_experts", _select_experts, _select_experts)
 _register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)

@@ -18,6 +18,9 @@ LAUNCHES = ("direct", "queue", "split")
 """direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
 combine."""
 
+MAX_BINS = 4094
+"""Experts that the counting sort of ``kernels/route.py`` can tell apart."""
+
 
 @dataclass(frozen=True)
 class LayerProblem:
@@ -115,8 +118,8 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return f"{gpu.name} multiplies e4m3fnuz, and the layer's kernels quantise to e4m3fn."
     if fmt is None and problem.dtype in (torch.float16, torch.float32):
         return f"the layer's kernels multiply int8, float8_e4m3fn and bfloat16, not {problem.dtype}."
-    if problem.E > 4094:
-        return f"E={problem.E} is more than 4094, the bins of the counting sort."
+    if problem.E > MAX_BINS:
+        return f"E={problem.E} is more than {MAX_BINS}, for which the counting sort has bins."
     blocks = (config.block_m, config.up_n, config.up_k, config.down_n, config.down_k)
     if any(b & (b - 1) or b < 16 for b in blocks):
         return f"tiles {blocks} need powers of two of at least 16 (tl.dot)."

@@ -16,7 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lowgmm.formats import QuantFormat
 from lowgmm.kernels.quantize import quantize_row
-from lowgmm.routing import max_row_tiles
+from lowgmm.routing import LOWEST, Router, max_row_tiles
 
 TILE_FIELDS = tl.constexpr(4)
 """A row tile's record: its expert, the expert's first tile, first row, and end of rows."""
@@ -143,6 +143,106 @@ def prepare_kernel(
                 for start in tl.range(0, H, BLOCK_H):
                     zeros = tl.zeros((BLOCK_H,), dtype=tl.float32).to(out.dtype.element_ty)
                     tl.store(out + t * H + start + k, zeros, mask=start + k < H)
+
+
+@triton.jit
+def best_of(values, at, EXPERTS: tl.constexpr):
+    """The highest value and its index; of equal ones the lowest index."""
+    highest = tl.max(values, 0)
+    return highest, tl.min(tl.where(values == highest, at, EXPERTS), 0)
+
+
+@triton.jit
+def select_experts_kernel(
+    logits,  # (T, E) float, row stride stride_l
+    bias,  # (E,) float
+    ids,  # (T, A) int32, written
+    weights,  # (T, A) float32, written
+    E,
+    stride_l,
+    scale,
+    A: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+    BIAS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOPK_GROUPS: tl.constexpr,
+    LOWEST: tl.constexpr,
+    EXPERTS: tl.constexpr,  # power of two >= E
+    SLOTS: tl.constexpr,  # power of two >= A
+):
+    """Grid (T,): ``routing.select_experts`` of one token."""
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS)
+    slot = tl.arange(0, SLOTS)
+    taken = float("-inf")
+    x = tl.load(logits + t * stride_l + e, mask=e < E, other=taken).to(tl.float32)
+    if SIGMOID:
+        scores = tl.sigmoid(x)
+    else:
+        shifted = tl.exp(x - tl.max(x, 0))
+        scores = tl.div_rn(shifted, tl.sum(shifted, 0))
+    choice = scores
+    if BIAS:
+        choice += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)
+    choice = tl.where(choice >= LOWEST, choice, LOWEST)  # NaN too
+    choice = tl.where(e < E, choice, taken)
+    if NUM_GROUPS > 1:
+        group = e // (E // NUM_GROUPS)
+        best = tl.zeros((EXPERTS,), dtype=tl.float32) + taken  # of the group with this index
+        for g in tl.static_range(NUM_GROUPS):
+            own = tl.where(group == g, choice, taken)
+            first, at = best_of(own, e, EXPERTS)
+            second, _ = best_of(tl.where(e == at, taken, own), e, EXPERTS)
+            best = tl.where(e == g, first + tl.where(second > taken, second, 0.0), best)
+        allowed = tl.zeros((EXPERTS,), dtype=tl.int32)
+        for _ in tl.static_range(TOPK_GROUPS):
+            _, g = best_of(best, e, EXPERTS)
+            best = tl.where(e == g, taken, best)
+            allowed = tl.where(group == g, 1, allowed)
+        choice = tl.where((allowed == 0) & (e < E), LOWEST, choice)
+    chosen = tl.zeros((SLOTS,), dtype=tl.int32)
+    w = tl.zeros((SLOTS,), dtype=tl.float32)
+    for a in tl.static_range(A):
+        _, at = best_of(choice, e, EXPERTS)
+        choice = tl.where(e == at, taken, choice)
+        chosen = tl.where(slot == a, at, chosen)
+        w = tl.where(slot == a, tl.sum(tl.where(e == at, scores, 0.0), 0), w)
+    if RENORMALIZE:
+        w = tl.div_rn(w, tl.sum(w, 0) + 1e-20)
+    tl.store(ids + t * A + slot, chosen, mask=slot < A)
+    tl.store(weights + t * A + slot, w * scale, mask=slot < A)
+
+
+def select_experts(logits: Tensor, router: Router, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """ids [T, A] int32 and weights [T, A] float32: as ``routing.select_experts`` defines them."""
+    num_tokens, num_experts = logits.shape
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    ids = torch.empty((num_tokens, router.top_k), dtype=torch.int32, device=logits.device)
+    weights = torch.empty((num_tokens, router.top_k), dtype=torch.float32, device=logits.device)
+    if num_tokens:
+        experts = max(32, triton.next_power_of_2(num_experts))
+        select_experts_kernel[(num_tokens,)](
+            logits,
+            bias,
+            ids,
+            weights,
+            num_experts,
+            logits.stride(0),
+            router.scale,
+            A=router.top_k,
+            SIGMOID=router.scoring == "sigmoid",
+            RENORMALIZE=router.renormalize,
+            BIAS=bias is not None,
+            NUM_GROUPS=router.num_groups,
+            TOPK_GROUPS=router.topk_groups,
+            LOWEST=LOWEST,
+            EXPERTS=experts,
+            SLOTS=triton.next_power_of_2(router.top_k),
+            num_warps=1 if experts <= 256 else 4,
+            enable_fp_fusion=False,
+        )
+    return ids, weights
 
 
 def _blocks(num_rows: int, num_experts: int) -> dict[str, int]:
