@@ -152,7 +152,7 @@ def test_a_direct_launch_leaves_its_workspace_as_it_found_it(top_k: int, monkeyp
     from lowgmm.kernels import run_layer
 
     kept = torch.zeros(1 << 12, dtype=torch.int32, device=DEVICE)
-    monkeypatch.setattr(run_layer, "zeroed", lambda words, device: kept[:words])
+    monkeypatch.setattr(run_layer, "counters", lambda device, words: kept[:words])
     args = make("int8", torch.bfloat16, torch.tensor(IDS[:1])[:, :top_k], 4, DEVICE, (1, 64, 96))
     args = (*args[:4], args[4][:, :top_k])
     results = []

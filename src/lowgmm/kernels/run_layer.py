@@ -13,8 +13,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import format_of
 from lowgmm.gpu import describe
-from lowgmm.kernels.grouped_mm import PROMOTE_EVERY
+from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
+from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import TILE_FIELDS, prepare
 from lowgmm.layer import GROUP, LayerSpec, Weights
 from lowgmm.plan import LayerConfig
@@ -59,7 +60,7 @@ def moe_ffn(
     y = out if top_k == 1 else torch.empty((rows, width), dtype=between, device=device)
     size = HEAD + bound * (TILE_FIELDS.value + 1) + rows * (1 + groups)
     if direct:
-        workspace = zeroed(size + triton.cdiv(width, config.down_n), device)
+        workspace = counters(device, size + triton.cdiv(width, config.down_n))
         x, scales_x = hidden, h
     else:
         workspace = torch.empty(size, dtype=torch.int32, device=device)
@@ -138,7 +139,6 @@ def constants(
 ) -> dict[str, Any]:
     """The layer kernel's compile-time arguments that all of its launches share."""
     fmt, by_group = format_of(dtype), spec.requantize == "group128"
-    promote = min(PROMOTE_EVERY, config.up_k, config.down_k) if dtype == torch.float8_e4m3fn else 0
     return {
         "BM": config.block_m,
         "BN1": config.up_n,
@@ -151,7 +151,7 @@ def constants(
         "EVEN_K2": inner % config.down_k == 0,
         "TYPE": TYPES[dtype],
         "ACC": tl.int32 if dtype == torch.int8 else tl.float32,
-        "PROMOTE": promote,
+        "PROMOTE": min(promote_every(dtype), config.up_k, config.down_k),
         "QMAX": 0.0 if fmt is None else fmt.qmax,
         "ACTIVATION": spec.activation,
         "LAYOUT": spec.gate_up,
@@ -163,33 +163,3 @@ def constants(
         "GROUP": GROUP if by_group else 1 << 30,
         "BLOCK_H": min(max(128, triton.next_power_of_2(width)), 4096),
     }
-
-
-_of_stream: dict[tuple[torch.device, int], Tensor] = {}
-_for_graphs: dict[torch.device, Tensor] = {}
-
-
-def zeroed(words: int, device: torch.device) -> Tensor:
-    """[words] int32, all zero, for a kernel that leaves it all zero: so that no launch need clear it.
-
-    Calls on one stream share one, because they follow each other. A captured call keeps one for itself, cut from a
-    slab: its graph may be replayed on any stream, beside any other. Where the slab is used up, or capture came before
-    any other call, the graph clears its own.
-    """
-    if device.type != "cuda":
-        return torch.zeros(words, dtype=torch.int32, device=device)
-    if torch.cuda.is_current_stream_capturing():
-        slab = _for_graphs.get(device)
-        if slab is None or slab.numel() < words:
-            return torch.zeros(words, dtype=torch.int32, device=device)
-        taken = -(-words // 32) * 32
-        _for_graphs[device] = slab[taken:]
-        return slab[:words]
-    key = (device, torch.cuda.current_stream(device).cuda_stream)
-    kept = _of_stream.get(key)
-    if kept is None or kept.numel() < words:
-        kept = _of_stream[key] = torch.zeros(max(words, 4096), dtype=torch.int32, device=device)
-    if device not in _for_graphs:
-        _for_graphs[device] = torch.zeros(1 << 20, dtype=torch.int32, device=device)
-        torch.cuda.current_stream(device).synchronize()  # once: other streams may replay soon
-    return kept
