@@ -60,7 +60,7 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
         requantize = "none" if not quantised else "done" if done and phase == DOWN else spec.requantize
         element = ELEMENT[dtype]
         types = {name: f"*{kind}" for name, kind in LAYER_POINTERS.items()}
-        types |= dict.fromkeys(("R", "bound", "E", "H", "I", "stride_x"), "i32")
+        types |= dict.fromkeys(("R", "bound", "E", "H", "I", "stride_x", "stride_hq"), "i32")
         types |= dict.fromkeys(("clip", "slope", "limit"), "fp32")
         types |= {"x": "*bf16" if direct else f"*{element}", "w2_pointer": f"*{element}"}
         types |= {"w13": f"*{element}", "w2": f"*{element}", "hq": f"*{element}"}
@@ -80,7 +80,7 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
         constexprs |= dict.fromkeys(absent)
         reports.append(
             compile_kernel(
-                moe_layer_kernel, types, constexprs, target, {"H", "I", "stride_x"},
+                moe_layer_kernel, types, constexprs, target, {"H", "I", "stride_x", "stride_hq"},
                 num_warps=config.num_warps, num_stages=3,
             )
         )  # fmt: skip

@@ -163,6 +163,8 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
         return LayerConfig("queue", 32, 64, narrow, 128, narrow)
     if rows <= 96:
         return LayerConfig("queue", 64, 64, narrow, 128, narrow)
+    if gpu.backend == "cuda" and gpu.capability[0] == 10:  # not measured; what compiles there without spilling
+        return LayerConfig("split", 64, 64, narrow, 64, narrow)
     return LayerConfig(
         "split", 128, 64, narrow, 128, narrow, swap_ab=False, num_warps=8, num_stages=3, programs_per_sm=1
     )

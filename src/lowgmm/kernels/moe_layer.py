@@ -67,8 +67,14 @@ def prefetch(w, rows, width, BYTES: tl.constexpr):
 
 
 @triton.jit
-def requantise_rows(h, hq, absmax, row, end, I, QMAX: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr):
-    """hq = the rows of h in the weights' format, now that each row's absmax is known."""
+def requantise_rows(
+    h, hq, absmax, row, end, I, stride_hq, QMAX: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """hq = the rows of h in the weights' format, now that each row's absmax is known.
+
+    In place: a row of hq starts where its row of h starts, and is at most half as long. So a block is written over
+    values that earlier blocks have read, or, in the first block, this one.
+    """
     rm = row + tl.arange(0, BM)
     safe = tl.where(rm < end, rm, row)
     inverse, _ = scales_of(tl.load(absmax + safe, volatile=True).to(tl.float32, bitcast=True), QMAX)
@@ -77,6 +83,8 @@ def requantise_rows(h, hq, absmax, row, end, I, QMAX: tl.constexpr, BM: tl.const
         at = safe.to(tl.int64)[:, None] * I + k[None, :]
         live = (rm < end)[:, None] & (k < I)[None, :]
         v = tl.load(h + at, mask=live, other=0.0).to(tl.float32) * inverse[:, None]
+        tl.debug_barrier()
+        at = safe.to(tl.int64)[:, None] * stride_hq + k[None, :]
         tl.store(hq + at, round_to(v, QMAX, hq.dtype.element_ty), mask=live)
 
 
@@ -93,7 +101,7 @@ def moe_layer_kernel(
     bias_w2,  # (E, H)
     scales_h,  # (E,) float32
     h,  # (R, I) scratch
-    hq,  # (R, I) scratch: h in the weights' format; in DOWN a descriptor of [BM, BK2] with TMA
+    hq,  # (R, I), row stride stride_hq: h in the weights' format, in its memory; with TMA in DOWN a descriptor
     y,  # (R, H) scratch, by slot
     out,  # (T, H)
     ids,  # (T, A)
@@ -105,6 +113,7 @@ def moe_layer_kernel(
     H,
     I,
     stride_x,
+    stride_hq,
     clip,
     slope,
     limit,
@@ -164,7 +173,7 @@ def moe_layer_kernel(
             elif REQUANTISE:
                 tl.debug_barrier()
                 if tl.atomic_add(done + tile1, 1, sem="acq_rel") == tiles1 - 1:
-                    requantise_rows(h, hq, absmax, row1, end1, I, QMAX, BM, 128)
+                    requantise_rows(h, hq, absmax, row1, end1, I, stride_hq, QMAX, BM, 128)
         else:
             if DIRECT:
                 down = task - up_tasks
@@ -185,6 +194,7 @@ def moe_layer_kernel(
                 down_tile(
                     hq if REQUANTIZE == "done" else h, absmax, scales_h, w2, scales_w2, bias_w2,
                     out if FINAL else y, order, topk_weights, expert2, row2, end2, n2, H, I,
+                    stride_hq if REQUANTIZE == "done" else I,
                     BM, BN2, BK2, STAGES, SWAP, TMA, EVEN_K2, TYPE, ACC, PROMOTE, QMAX, DIRECT, REQUANTIZE, GROUPS,
                     GROUP, FINAL, WEIGHT_ON_INPUT, BIAS2,
                 )  # fmt: skip

@@ -194,7 +194,7 @@ def gate_up_tile(
 
 @triton.jit
 def down_tile(
-    h,  # (R, I): as gate_up_tile wrote it; or with REQUANTIZE "done" its values, a descriptor of [BM, BK] or pointer
+    h,  # (R, I), row stride stride_h: gate_up_tile's; with REQUANTIZE "done" its values, a descriptor or pointer
     absmax,  # (R, GROUPS) int32
     scales_h,  # (E,) float32
     w2,  # (E, H, I): descriptor of [BN, BK] or pointer
@@ -203,7 +203,7 @@ def down_tile(
     y,  # (R, H), written, by slot; with FINAL (T, H)
     order,  # (R,) int32: row -> slot
     topk_weights,  # (R,)
-    expert, row, end, n_tile, H, I,
+    expert, row, end, n_tile, H, I, stride_h,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
     PROMOTE: tl.constexpr, QMAX: tl.constexpr, DIRECT: tl.constexpr, REQUANTIZE: tl.constexpr, GROUPS: tl.constexpr,
@@ -239,9 +239,9 @@ def down_tile(
         if REQUANTIZE == "done" and TMA:
             a = h.load([row, start])
         elif EVEN_K:
-            a = tl.load(h + safe.to(tl.int64)[:, None] * I + k[None, :])
+            a = tl.load(h + safe.to(tl.int64)[:, None] * stride_h + k[None, :])
         else:
-            a = tl.load(h + safe.to(tl.int64)[:, None] * I + k[None, :], mask=(k < I)[None, :], other=0.0)
+            a = tl.load(h + safe.to(tl.int64)[:, None] * stride_h + k[None, :], mask=(k < I)[None, :], other=0.0)
         if BY_GROUP:
             bits = tl.load(absmax + safe * GROUPS + start // GROUP, volatile=True)
             group_inverse, group_scale = scales_of(bits.to(tl.float32, bitcast=True), QMAX)

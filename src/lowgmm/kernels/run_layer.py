@@ -36,7 +36,11 @@ def moe_ffn(
     scales_h: Tensor | None,
     config: LayerConfig,
 ) -> Tensor:
-    """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0."""
+    """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0.
+
+    Scratch memory for a bfloat16 ``hidden`` is R · (2 · I + 2 · H) + T · H bytes (h; the slots' outputs, unless A = 1;
+    quantised tokens) and a few words per row and tile.
+    """
     (num_tokens, width), top_k = hidden.shape, topk_ids.shape[1]
     num_experts, inner = w2.operands[0].shape[0], w2.operands[0].shape[2]
     values13, values2 = (w.operands[0].contiguous() for w in (w13, w2))
@@ -56,7 +60,9 @@ def moe_ffn(
     bound = top_k if direct else max_row_tiles(rows, num_experts, config.block_m)
     out = torch.empty((num_tokens, width), dtype=hidden.dtype, device=device)
     h = torch.empty((rows, inner), dtype=between, device=device)
-    hq = torch.empty((rows, inner), dtype=fmt.dtype, device=device) if fmt is not None and done_in_up else h
+    hq = h
+    if fmt is not None and done_in_up:  # in place, so that it takes no memory
+        hq = h.view(torch.uint8)[:, :inner].view(fmt.dtype)
     y = out if top_k == 1 else torch.empty((rows, width), dtype=between, device=device)
     size = HEAD + bound * (TILE_FIELDS.value + 1) + rows * (1 + groups)
     if direct:
@@ -109,6 +115,7 @@ def moe_ffn(
             width,
             inner,
             x.stride(0),
+            hq.stride(0),
             math.inf if spec.clip is None else spec.clip,
             spec.slope,
             spec.bound or 0.0,
