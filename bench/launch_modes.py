@@ -36,24 +36,28 @@ from plot import OTHERS, bars, document
 
 from lowgmm import roofline, timing
 from lowgmm.gpu import describe
-from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
+from lowgmm.tune import LAUNCHES, Problem, TileConfig, candidates, predict, supports
 from lowgmm.workloads import LAUNCH_CASES, GmmCase
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "launch_modes.md"
 START, END = "<!-- rendered by bench/launch_modes.py: start -->", "<!-- rendered by bench/launch_modes.py: end -->"
-ARTICLE_QUEUE = "queue, 32x64 tiles"
-ORDER = ("expert", "grid", "persistent", "queue", ARTICLE_QUEUE)
+ARTICLE_QUEUE, WARPS = "queue, 32x64 tiles", "queue, warps specialised"
+ORDER = (*("expert", "grid", "persistent", "queue"), ARTICLE_QUEUE, WARPS)
 
 
 def configs(problem: Problem) -> dict[str, TileConfig]:
-    """The picked tile in each launch mode that can run it; for the queue also with the article's 32x64 tile."""
+    """The best portable tile in each launch mode; for the queue also the article's 32x64 tile, and the best of the
+    warp-specialised kernel, which always draws from a queue."""
     gpu = describe(CUDA)
-    base = pick(problem, gpu)
+    ranked = sorted(candidates(problem, gpu), key=lambda c: predict(problem, c, gpu))
+    base = next(c for c in ranked if not c.warp_specialize)
     per_sm = max(base.programs_per_sm, 2 if base.num_warps == 4 else 1)
     found = {launch: replace(base, launch=launch, programs_per_sm=per_sm) for launch in LAUNCHES}
     found[ARTICLE_QUEUE] = TileConfig(
-        32, 64, 256 // problem.element_size, True, gpu.tma, "queue", 4, num_warps=4, num_stages=4
+        32, 64, 256 // problem.element_size, True, gpu.tma, launch="queue", programs_per_sm=4, num_stages=4
     )
+    if special := [c for c in ranked if c.warp_specialize]:
+        found[WARPS] = special[0]
     return {name: config for name, config in found.items() if supports(problem, config, gpu) is None}
 
 
@@ -110,17 +114,18 @@ def shown(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, di
 
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """The document's part that comes from a result file: a table, and what it says of the article's claim."""
-    env = head["environment"]
+    env, table = head["environment"], shown(lines)
+    order = [launch for launch in ORDER if any(launch in by for by in table.values())]
     what = f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env.get('commit', '?')[:12]}"
     out = [
         f"{what}, `bench/results/{name}`. µs, and in brackets the share of the roof; the fastest is bold.",
         "",
-        f"| sizes | format | {' | '.join(ORDER)} |",
-        f"|---|---|{'---|' * len(ORDER)}",
+        f"| sizes | format | {' | '.join(order)} |",
+        f"|---|---|{'---|' * len(order)}",
     ]
-    for (case, format), by in shown(lines).items():
+    for (case, format), by in table.items():
         best, cells = min(ln["us"] for ln in by.values()), []
-        for launch in ORDER:
+        for launch in order:
             if launch not in by:
                 cells.append("–")
                 continue
@@ -129,7 +134,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
             cells.append(f"**{cell}**" if ln["us"] == best else cell)
         out.append(f"| {case} | {format} | {' | '.join(cells)} |")
     claims = []
-    for (case, format), by in shown(lines).items():
+    for (case, format), by in table.items():
         if case == "article-skewed" and "expert" in by:
             launch, after = min(((n, ln) for n, ln in by.items() if n != "expert"), key=lambda item: item[1]["us"])
             parts = [f"{of_roof(head, ln):.0%}" for ln in (by["expert"], after)]
@@ -159,8 +164,11 @@ def picture(head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
                     for c in groups
                 ]
                 for launch in ORDER
+                if any(launch in table[c, format] for c in groups)
             }
-            panels.append(bars(f"{format}: share of the roof by launch", groups, series, OTHERS, unit="%", top=100))
+            panels.append(
+                bars(f"{format}: share of the roof by launch", groups, series, OTHERS[: len(series)], unit="%", top=100)
+            )
     return document(1180, panels)
 
 

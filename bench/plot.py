@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 COLOURS = {"int8": "#2563a8", "fp8": "#d97706", "bf16": "#4b8b3b"}
-OTHERS = ("#2563a8", "#d97706", "#4b8b3b", "#a03a6a", "#6b6b6b")
+OTHERS = ("#2563a8", "#d97706", "#4b8b3b", "#a03a6a", "#6b6b6b", "#1f9a9a")
 STYLE = "text{font:12px sans-serif;fill:#222}.t{font-size:15px;font-weight:bold}.s{font-size:10px}.g{stroke:#ddd}"
 ARTICLE_BALANCE = (40.0, 80.0)
 """FLOP per byte between which the article puts a GPU's FP16 balance point."""

@@ -208,16 +208,14 @@ def test_the_table_shows_balancing_as_shares_of_the_roof():
     times = {"expert": floor / 0.43, "queue": floor / 0.78, "grid": floor / 0.5}
     lines = [{"case": case.name, "format": "int8", "launch": n, "us": us} for n, us in times.items()]
     text = launch_modes.render("x.jsonl", head, lines)
-    assert (
-        f"| {times['expert']:.0f} (43%) | {times['grid']:.0f} (50%) | – | **{times['queue']:.0f} (78%)** | – |" in text
-    )
+    assert f"| {times['expert']:.0f} (43%) | {times['grid']:.0f} (50%) | **{times['queue']:.0f} (78%)** |" in text
     assert "int8 from 43% (`expert`) to 78% (`queue`)" in text
 
 
 def test_every_launch_is_compared_where_it_runs(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(launch_modes, "CUDA", torch.device("cpu"))
     for case, format, by in launch_modes.work(list(launch_modes.LAUNCH_CASES), ["int8", "fp8", "bf16"]):
-        assert set(by) == set(launch_modes.ORDER), f"{case.name} {format}"
+        assert set(by) >= set(launch_modes.ORDER) - {launch_modes.WARPS}, f"{case.name} {format}"
         assert len({str(c) for c in by.values()}) == len(by)
 
 

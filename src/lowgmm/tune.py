@@ -103,10 +103,9 @@ class TileConfig:
             raise UnsupportedError(
                 f"config {text!r} is not a tile configuration; expected e.g. '16x128x256-swap-tma-persistent2-4w4s'."
             )
-        bm, bn, bk, *flags, launch, per_sm, warps, stages = m.groups()
-        return TileConfig(
-            int(bm), int(bn), int(bk), *map(bool, flags), launch, int(per_sm or 1), int(warps), int(stages)
-        )
+        bm, bn, bk, swap, tma, ws, launch, per_sm, warps, stages = m.groups()
+        tile, flags = (int(bm), int(bn), int(bk)), (bool(swap), bool(tma), bool(ws))
+        return TileConfig(*tile, *flags, launch, int(per_sm or 1), int(warps), int(stages))
 
     def portable(self) -> TileConfig:
         """The same tile in the portable kernel."""
@@ -120,6 +119,17 @@ class TileConfig:
             programs_per_sm=programs,
             num_warps=warps,
             num_stages=min(self.num_stages, stages),
+        )
+
+    def by_pointers(self) -> TileConfig:
+        """The same tile for operands that no descriptor can address. Addresses take registers: 8 warps share a large
+        tile, at most 128x128."""
+        config = replace(self.portable(), tma=False)
+        if config.block_m * config.block_n < 128 * 128:
+            return config
+        bm, bn, stages = min(config.block_m, 128), min(config.block_n, 128), min(config.num_stages, 3)
+        return TileConfig(
+            *(bm, bn, config.block_k, config.swap_ab), launch="persistent", num_warps=8, num_stages=stages
         )
 
     def shared_memory(self, element_size: int, out_size: int) -> int:
@@ -204,8 +214,8 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
 
 def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
     """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
-    if not gpu.tma or problem.K * problem.element_size % 16:
-        config = replace(config.portable(), tma=False)
+    if config.tma and (not gpu.tma or problem.K * problem.element_size % 16):
+        config = config.by_pointers()
     if config.warp_specialize and supports(problem, replace(config, num_stages=2), gpu) is not None:
         config = config.portable()
     for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):

@@ -105,7 +105,7 @@ def schedule(
         mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
         rows.index(at).store(one * row)
         ends.index(at).store(one * end)
-        columns.index(at).store(one * (local // height * BN))
+        columns.index(at).store(one * (local // height))
         experts.index(at).store(one * expert)
         if SCALED_X:
             sx.index(at).store(scale_x)
@@ -132,7 +132,7 @@ def produce(
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
     while row >= 0:
-        channel = number(experts, done % BOXES) * N + number(columns, done % BOXES)
+        channel = number(experts, done % BOXES) * N + number(columns, done % BOXES) * BN
         mbarrier.arrive(read.index(done % BOXES))
         for k in range(0, K, BK):
             slot = step % STAGES
@@ -204,8 +204,8 @@ def consume(
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
-        expert, column = number(experts, at), number(columns, at) + HALF * (BN // 2)
-        if not PROMOTE:  # their latency hides behind the products, which with PROMOTE leave no register for them
+        expert, column = number(experts, at), number(columns, at) * BN + HALF * (BN // 2)
+        if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         acc0 = gl.full([64, BM], 0, DTYPE, ACC)
@@ -246,8 +246,8 @@ def consume(
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
-        column = number(columns, at) + HALF * (BN // 2)
-        if PROMOTE:
+        column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
+        if PROMOTE and TWO:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         shift = channel_values(bias, expert, column, N, ACC, BIAS)
@@ -268,7 +268,7 @@ def consume(
         write(zero, y, row + block // gl.cdiv(N, 64) * BM, end, block % gl.cdiv(N, 64) * 64, N, stride_ym, BM)
 
 
-@gluon.jit(do_not_specialize=["M"])
+@gluon.jit(do_not_specialize=["M", "E"])
 def hopper_kernel(
     x,  # descriptor [BM, BK] over (M, K)
     w,  # descriptor [BN/2, BK] over (E·N, K)
