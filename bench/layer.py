@@ -145,7 +145,7 @@ class Layer:
 
     def composed(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The layer as a sequence of lowgmm's operations."""
-        from lowgmm import compose, ops
+        from lowgmm import compose
         from lowgmm.layer import LayerSpec, Weights
 
         hidden, ids, weights = given
@@ -157,7 +157,7 @@ class Layer:
         def gmm(x: Tensor, w: list[Tensor], sx: Any, sw: Any, offsets: Tensor, bias: Any, dtype: torch.dtype) -> Tensor:
             return torch.ops.lowgmm.gmm(x, w, sx, sw, offsets, bias, None, "triton", None, dtype)
 
-        quantise = lambda x, fmt, clip: ops._quantize_tokens(x, fmt.name, clip, "triton")  # noqa: E731
+        quantise = lambda x, fmt, clip: torch.ops.lowgmm.quantize_tokens(x, fmt.name, clip, "triton")  # noqa: E731
         return compose.moe_ffn(hidden, w13, w2, ids, weights, LayerSpec(), None, gmm, quantise)
 
     def floor(self, T: int, ids: Tensor) -> float:

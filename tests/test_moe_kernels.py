@@ -120,6 +120,13 @@ def test_tokens_without_an_expert_are_zero() -> None:
             assert bool(y[~nothing].any(1).all())
 
 
+@pytest.mark.parametrize("config", [LAUNCHES["queue"], DIRECT[0]])
+def test_ids_beyond_32_bits_are_no_ids(config: str) -> None:
+    """2³² + 1 is not expert 1."""
+    args = make("int8", torch.bfloat16, torch.tensor([[1, 2**32 + 1]]), 4, DEVICE, (1, 64, 96))
+    check_layer(layer(*args, config=config), *args)
+
+
 @pytest.mark.parametrize("launch", LAUNCHES)
 def test_a_nan_stays_in_its_token(launch: str) -> None:
     args = make("int8", torch.bfloat16, torch.tensor(IDS), 4, DEVICE, (6, 64, 96))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm import ops
+from lowgmm import ops, ops_layer
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.routing import Routing
 from lowgmm.shapes import ShapeError
@@ -267,8 +267,7 @@ def moe_ffn(
     (up, scales_w13), (down, scales_w2) = (
         (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
     )
-    result: Tensor = torch.ops.lowgmm.moe_ffn(
+    return ops_layer.moe_ffn(
         hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
         activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
     )  # fmt: skip
-    return result

@@ -23,6 +23,13 @@ BOTH, UP, DOWN = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
+def expert_of(ids, slot, E):
+    """The slot's expert, or -1 if it has none; compared before it is narrowed to 32 bits."""
+    e = tl.load(ids + slot)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@triton.jit
 def find_task(tiles, task, tiles_n, BM: tl.constexpr):
     """Row tile's number, expert, first row, end of its expert's rows, column tile: of task number ``task``.
 
@@ -157,10 +164,10 @@ def moe_layer_kernel(
         if PHASE == UP or (PHASE == BOTH and task < up_tasks):
             if DIRECT:
                 tile1, row1, end1, n1 = task // tiles1, task // tiles1, task // tiles1 + 1, task % tiles1
-                expert1 = tl.load(ids + tile1).to(tl.int32)
+                expert1 = expert_of(ids, tile1, E)
             else:
                 tile1, expert1, row1, end1, n1 = find_task(tiles, task, tiles1, BM)
-            if not DIRECT or ((expert1 >= 0) & (expert1 < E)):
+            if not DIRECT or expert1 >= 0:
                 gate_up_tile(
                     x, scales_x, inverse, scale, w13, scales_w13, bias_w13, h, absmax, order, topk_weights,
                     expert1, row1, end1, n1, H, I, A, stride_x, slope, limit,
@@ -178,10 +185,10 @@ def moe_layer_kernel(
             if DIRECT:
                 down = task - up_tasks
                 tile2, row2, end2, n2 = down // tiles2, down // tiles2, down // tiles2 + 1, down % tiles2
-                expert2 = tl.load(ids + tile2).to(tl.int32)
+                expert2 = expert_of(ids, tile2, E)
             else:
                 tile2, expert2, row2, end2, n2 = find_task(tiles, task - up_tasks, tiles2, BM)
-            local = (expert2 >= 0) & (expert2 < E)
+            local = expert2 >= 0
             if PHASE == BOTH:
                 if tl.atomic_add(done + tile2, 0, sem="acquire") < tiles1:
                     if PREFETCH and local:
