@@ -154,10 +154,8 @@ def _gmm_into(
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
-    if impl == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        raise UnsupportedError(
-            "gmm: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
-        )
+    if impl == "triton":
+        check_interpreter("gmm", out.device)
     if impl == "cpu":
         from lowgmm import cpu
 
@@ -213,6 +211,13 @@ def _gmm_out(
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
 
 
+def check_interpreter(op: str, device: torch.device) -> None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise UnsupportedError(
+            f"{op}: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
+        )
+
+
 # quantize_tokens
 
 
@@ -261,7 +266,7 @@ def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _register(name: str, function: Any, fake: Any) -> None:
+def register(name: str, function: Any, fake: Any) -> None:
     function = _plainly(function)
     for key in ("CPU", "MkldnnCPU", "CUDA"):  # a packed weight's key outranks CPU's
         library.impl(name, function, key)
@@ -286,6 +291,6 @@ def gmm_out(*arguments: Any) -> None:
         torch.ops.lowgmm.gmm_out(*arguments)
 
 
-_register("gmm", _gmm, _gmm)
-_register("gmm_out", _gmm_out, _gmm_out)
-_register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)
+register("gmm", _gmm, _gmm)
+register("gmm_out", _gmm_out, _gmm_out)
+register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)
