@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowgmm.relaunch import Relauncher, descriptor
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
@@ -365,31 +366,40 @@ def hopper_mm(
     (M, K), (E, N) = x.shape, w.shape[:2]
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     layout = gl.NVMMASharedLayout(128, x.element_size() * 8, rank=2)
-    hopper_kernel[(min(sms, max_row_tiles(M, E, bm) * triton.cdiv(N, bn)),)](
-        TensorDescriptor(x, [M, K], [x.stride(0), 1], [bm, bk], layout),
-        TensorDescriptor(w, [E * N, K], [K, 1], [bn // 2, bk], layout),
-        out,
-        scales_x,
-        scales_w,
-        bias,
-        offsets,
-        ticket,
-        M,
-        E,
-        N,
-        K,
-        out.stride(0),
-        BM=bm,
-        BN=bn,
-        BK=bk,
-        STAGES=config.num_stages,
-        BOXES=BOXES,
-        OUT=gl.NVMMASharedLayout(128, out.element_size() * 8, rank=2),
-        INT=x.dtype == torch.int8,
-        PROMOTE=promote > 0,
-        SCALED_X=scales_x is not None,
-        SCALED_W=scales_w is not None,
-        BIAS=bias is not None,
+    integers = (E, N, K, out.stride(0))
+    constants = (
+        bm,
+        bn,
+        bk,
+        config.num_stages,
+        BOXES,
+        gl.NVMMASharedLayout(128, out.element_size() * 8, rank=2),
+        x.dtype == torch.int8,
+        promote > 0,
+        scales_x is not None,
+        scales_w is not None,
+        bias is not None,
+    )
+    _launch(
+        min(sms, max_row_tiles(M, E, bm) * triton.cdiv(N, bn)),
+        (x.device, x.dtype, out.dtype, None if bias is None else bias.dtype, config, promote, integers),
+        (x, w, out, scales_x, scales_w, bias, offsets),
+        (
+            descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
+            descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [bn // 2, bk], layout=layout),
+            out,
+            scales_x,
+            scales_w,
+            bias,
+            offsets,
+            ticket,
+            M,
+            *integers,
+            *constants,
+        ),
         num_warps=4,
         launch_pdl=True,
     )
+
+
+_launch = Relauncher(hopper_kernel)
