@@ -4,10 +4,10 @@ The harness lives outside this repository and calls ``ours(case)``; its copy nee
 ``from peers_adapter import ours``, with this folder and ``src`` on ``PYTHONPATH``. Everything that a callable does is
 timed: finding the tiles from the offsets, routing and quantising the tokens included.
 
-A case of kind "gemm" has ``sizes`` (rows of each expert), ``M``, ``N``, and ``x(format)`` -> (values, scales [M, 1]) and
-``w(format)`` -> [(values, scales [E, N, 1]), ...] for "int8", "fp8" and "bf16" (scales None); each callable takes the
-index of a weight set and returns [M, N] bf16. One of kind "layer" has ``w(format)`` -> (w13, scales, w2, scales) or, for
-"bf16", (w13, w2); each callable takes (x [T, H] bf16, topk_weights [T, A], topk_ids [T, A]) and returns [T, H].
+A case of kind "gemm" has ``sizes`` (rows of each expert), ``M``, ``N``, and ``x(format)`` -> (values, scales [M, 1])
+and ``w(format)`` -> [(values, scales [E, N, 1]), ...] for "int8", "fp8" and "bf16" (scales None); each callable takes
+the index of a weight set and returns [M, N] bf16. One of kind "layer" has ``w(format)`` -> (w13, scales, w2, scales)
+or, for "bf16", (w13, w2); each callable takes (x [T, H] bf16, topk_weights [T, A], topk_ids [T, A]) and returns [T, H].
 """
 
 from __future__ import annotations
