@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gpuless import ELEMENT, TARGETS, compile_all, report
+from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
 from lowgmm.kernels.run_layer import constants
@@ -52,7 +52,7 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
     dtype, direct = getattr(torch, request["dtype"]), config.launch == "direct"
     experts, hidden, inner, top_k = (request[name] for name in "EHIA")
     biased = bool(request.get("biased"))
-    shared = constants(spec, config, dtype, hidden, inner, (biased, biased))
+    shared = constants(spec, config, dtype, hidden, inner, (biased, biased), gpu_of(target))
     split, quantised = config.launch == "split", dtype.itemsize == 1
     reports = []
     for phase in (UP, DOWN) if split else (BOTH,):

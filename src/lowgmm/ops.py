@@ -29,8 +29,8 @@ OPERANDS = (
 
 library = torch.library.Library("lowgmm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
-library.define(f"gmm({OPERANDS}, ScalarType out_dtype) -> Tensor", tags=TAGS)
-library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
+library.define(f"gmm({OPERANDS}, ScalarType out_dtype, bool fast_accum=False) -> Tensor", tags=TAGS)
+library.define(f"gmm_out({OPERANDS}, Tensor(a!) output, bool fast_accum=False) -> ()", tags=TAGS)
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
 
 
@@ -142,6 +142,7 @@ def _gmm_into(
     clip: float | None,
     impl: str,
     config: str | None,
+    fast_accum: bool,
 ) -> None:
     on_gpu = out.device.type != "cpu"
     if impl == "auto":
@@ -172,7 +173,9 @@ def _gmm_into(
         check_offsets_now(offsets, x.shape[0])
     tile = None if config is None else TileConfig.parse(config)
     with on_device(out.device):
-        _triton_backend().grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
+        _triton_backend().grouped_mm(
+            out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile, fast_accum=fast_accum
+        )
 
 
 def _gmm(
@@ -186,11 +189,12 @@ def _gmm(
     impl: str,
     config: str | None,
     out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> Tensor:
     shape = _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
     out = input.new_empty(shape, dtype=out_dtype)
     if not isinstance(out, FakeTensor):
-        _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
+        _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config, fast_accum)
     return out
 
 
@@ -205,10 +209,11 @@ def _gmm_out(
     impl: str,
     config: str | None,
     output: Tensor,
+    fast_accum: bool = False,
 ) -> None:
     _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
     if not isinstance(output, FakeTensor):
-        _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
+        _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config, fast_accum)
 
 
 def check_interpreter(op: str, device: torch.device) -> None:
@@ -284,7 +289,7 @@ def gmm(*arguments: Any) -> Tensor:
 
 def gmm_out(*arguments: Any) -> None:
     """``torch.ops.lowgmm.gmm_out``, likewise."""
-    x, weights, scales_x, scales_w, offsets, bias, *_, output = arguments
+    x, weights, scales_x, scales_w, offsets, bias, _clip, _impl, _config, output, *_ = arguments
     if plain(x, weights[0], scales_x, scales_w, offsets, bias, output):
         _gmm_out(*arguments)
     else:

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowgmm.gpu import describe
+from lowgmm.gpu import Gpu, describe
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
@@ -165,6 +165,8 @@ def grouped_mm(
     offsets: Tensor,
     bias: Tensor | None,
     config: TileConfig | None = None,
+    *,
+    fast_accum: bool = False,
 ) -> None:
     """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups. Operands have one dtype and unit stride along K; everything is
     on one device."""
@@ -182,10 +184,10 @@ def grouped_mm(
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):
         raise UnsupportedError(f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes.")
+    promote = 0 if fast_accum else promote_every(x.dtype, gpu)
     if config.warp_specialize:
         from lowgmm.kernels.hopper import hopper_mm
 
-        promote = promote_every(x.dtype)
         hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, counters(x.device), config, gpu.sms, promote)
         return
     bm, bn, bk = config.block_m, config.block_n, config.block_k
@@ -209,7 +211,7 @@ def grouped_mm(
         k_size % bk == 0,
         config.num_stages,
         tl.float32 if x.dtype.is_floating_point else tl.int32,
-        min(promote_every(x.dtype), bk),
+        min(promote, bk),
         scales_x is not None,
         scales_w is not None,
         bias is not None,
@@ -242,9 +244,10 @@ def grouped_mm(
 _launch = Relauncher(grouped_mm_kernel)
 
 
-def promote_every(dtype: torch.dtype) -> int:
-    """K between promotions for operands of ``dtype``; 0: their accumulator needs none."""
-    return PROMOTE_EVERY if dtype == torch.float8_e4m3fn else 0
+def promote_every(dtype: torch.dtype, gpu: Gpu) -> int:
+    """K between promotions for operands of ``dtype``; 0: the accumulator is FP32, as Blackwell's and AMD's for FP8."""
+    coarse = gpu.backend == "cuda" and gpu.capability < (10, 0)
+    return PROMOTE_EVERY if dtype == torch.float8_e4m3fn and coarse else 0
 
 
 def as_fnuz(

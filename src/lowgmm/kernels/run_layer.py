@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import format_of
-from lowgmm.gpu import describe
+from lowgmm.gpu import Gpu, describe
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
 from lowgmm.kernels.queue import counters
@@ -54,7 +54,7 @@ def moe_ffn(
     direct, split = config.launch == "direct", config.launch == "split"
 
     biased = (w13.bias is not None, w2.bias is not None)
-    constexprs = constants(spec, config, values2.dtype, width, inner, biased)
+    constexprs = constants(spec, config, values2.dtype, width, inner, biased, describe(device))
     groups = constexprs["GROUPS"]
     done_in_up = split and fmt is not None and spec.requantize == "token"
     bound = top_k if direct else max_row_tiles(rows, num_experts, config.block_m)
@@ -142,7 +142,13 @@ def moe_ffn(
 
 
 def constants(
-    spec: LayerSpec, config: LayerConfig, dtype: torch.dtype, width: int, inner: int, biased: tuple[bool, bool]
+    spec: LayerSpec,
+    config: LayerConfig,
+    dtype: torch.dtype,
+    width: int,
+    inner: int,
+    biased: tuple[bool, bool],
+    gpu: Gpu,
 ) -> dict[str, Any]:
     """The layer kernel's compile-time arguments that all of its launches share."""
     fmt, by_group = format_of(dtype), spec.requantize == "group128"
@@ -158,7 +164,7 @@ def constants(
         "EVEN_K2": inner % config.down_k == 0,
         "TYPE": TYPES[dtype],
         "ACC": tl.int32 if dtype == torch.int8 else tl.float32,
-        "PROMOTE": min(promote_every(dtype), config.up_k, config.down_k),
+        "PROMOTE": min(promote_every(dtype, gpu), config.up_k, config.down_k),
         "QMAX": 0.0 if fmt is None else fmt.qmax,
         "ACTIVATION": spec.activation,
         "LAYOUT": spec.gate_up,
