@@ -85,26 +85,33 @@ def test_what_is_no_result_file_is_named(tmp_path: Path, content: str):
 
 
 def test_shipped_results_compare_with_themselves():
-    for name in ("sweep_h200", "rivals_h200", "launch_modes_h200"):
+    for name in (
+        "sweep_h200",
+        "rivals_h200",
+        "rivals_8bit_h200",
+        "launch_modes_h200",
+        "overhead_h200",
+        "accumulation_h200",
+    ):
         path = str(BENCH / "results" / f"{name}.jsonl")
         assert compare.main([path, path]) == 0
 
 
-RIVALS_FILE = BENCH / "results" / "rivals_h200.jsonl"
-
-
-def test_the_document_of_rivals_says_what_the_file_says():
-    text = rivals.DOCUMENT.read_text(encoding="utf-8")
-    head, lines = common.read_lines(RIVALS_FILE)
-    part = rivals.render(RIVALS_FILE.name, head, lines)
-    assert text == common.rendered(text, part, "rivals.py"), "run python bench/rivals.py --render bench/results/…"
-    slower = [{**ln, "us": ln["us"] * 2} if ln["rival"].startswith(rivals.OURS) else ln for ln in lines]
-    assert rivals.render(RIVALS_FILE.name, head, slower) != part
+def test_the_document_of_rivals_says_what_the_files_say():
+    results = BENCH / "results"
+    assert rivals.DOCUMENT.read_text(encoding="utf-8") == rivals.document(results), (
+        "run python bench/rivals.py --render …"
+    )
+    for name, with_bf16 in rivals.FILES.items():
+        head, lines = common.read_lines(results / name)
+        slower = [{**ln, "us": ln["us"] * 2} if ln["rival"].startswith(rivals.OURS) else ln for ln in lines]
+        part = rivals.render(name, head, lines, with_bf16)
+        assert part != rivals.render(name, head, slower, with_bf16)
 
 
 def test_results_of_other_cases_are_refused():
-    with pytest.raises(SystemExit, match="expected 21 cases, got 1: S1"):
-        rivals.convert({"results": [{"kind": "gemm", "peer": "x", "case": "S1"}]}, {})
+    with pytest.raises(SystemExit, match="not one of our cases: S9"):
+        rivals.convert({"results": [{"kind": "gemm", "peer": "x", "case": "S9"}]}, {})
 
 
 LINE = {"us": 50.0, "floor_us": 40.0, "tb_per_s": 4.0, "tflops": 700.0, "intensity": 180.0}
