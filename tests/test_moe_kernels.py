@@ -30,6 +30,7 @@ LAUNCHES = {
     "queue, TMA": "queue-16-32x64-32x64-swap-tma-pre-4w2s3t",
     "queue, 32 rows": "queue-32-16x64-64x32-swap-4w2s3t",
     "split": "split-16-32x64-32x64-4w2s3t",
+    "gmm": "gmm-16-32x64-32x64-4w2s3t",
     "split, TMA, swapped": "split-16-32x64-32x64-swap-tma-4w2s3t",
 }
 DIRECT = ("direct-16-32x64-32x64-swap-4w2s3t", "direct-16-16x32-64x64-swap-tma-pre-4w2s3t")

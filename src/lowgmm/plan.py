@@ -14,9 +14,9 @@ from lowgmm.gpu import Gpu
 from lowgmm.layer import GROUP
 from lowgmm.shapes import UnsupportedError
 
-LAUNCHES = ("direct", "queue", "split")
+LAUNCHES = ("direct", "queue", "split", "gmm")
 """direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
-combine."""
+combine. gmm: as split, but down is the grouped matmul of ``gmm``, with the tile that it picks for itself."""
 
 MAX_BINS = 4094
 """Experts that the counting sort of ``kernels/route.py`` can tell apart."""
@@ -103,7 +103,7 @@ class LayerConfig:
         """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
         # The down tile's intermediate arrives as 16 bits in the queue, whatever the weights have.
-        down = self.block_m * self.down_k * (2 if self.launch != "split" else element_size)
+        down = self.block_m * self.down_k * (2 if self.launch in ("direct", "queue") else element_size)
         down += self.down_n * self.down_k * element_size
         return max(up, down) * self.num_stages + 1024
 
@@ -127,6 +127,8 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return "8-bit matrix instructions consume K in steps of 32: up_k and down_k must be at least 32."
     if config.launch == "direct" and problem.T != 1:
         return f"a direct launch serves one token, got T={problem.T}."
+    if config.launch == "gmm" and problem.requantize != "token":
+        return f"a grouped matmul takes one scale per row, not {problem.requantize!r}."
     if problem.requantize == "group128" and (config.up_n > GROUP or config.down_k > GROUP):
         return f"group128 needs up_n and down_k of at most {GROUP}: a tile must lie in one group."
     if config.pdl and not gpu.tma:

@@ -22,9 +22,14 @@ def on_columns(v, SWAP: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, acc, SWAP: tl.constexpr, ACC: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc + a [BM, BK] · b [BN, BK]ᵀ, or its transpose with SWAP (the weights on the matrix instruction's M side)."""
+    """acc + a [BM, BK] · b [BN, BK]ᵀ, or its transpose with SWAP (the weights on the matrix instruction's M side).
+
+    FP8 sums are promoted as in ``tiles.accumulate``.
+    """
     if SWAP:
-        acc = tl.dot(b, a.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)
+        a, b = b, a
+    if PROMOTE == a.shape[1] and a.shape[0] * b.shape[0] <= 64 * 128:
+        acc += tl.dot(a, b.T)
     else:
         acc = tl.dot(a, b.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)
     return acc

@@ -35,7 +35,7 @@ def place_expert(
     ids,  # (R,) int
     order,  # (R,) int32, written: sorted position -> slot
     inverse,  # (R,) int32, written: slot -> sorted position
-    offsets,  # (E+1,) int32, written at e
+    offsets,  # (E+1,) int32, written at e + 1
     tiles,  # (bound, TILE_FIELDS) int32, written: records of this expert's row tiles
     done,  # (bound,) int32, zeroed
     count,  # (1,) int32, written by program 0: row tiles of all experts
@@ -65,7 +65,10 @@ def place_expert(
         placed += tl.sum(mine.to(tl.int32), 0)
         start += BLOCK
     if INVERSE:
-        tl.store(offsets + e, first_row)
+        if e == 0:
+            tl.store(offsets, 0)
+        if e < E:
+            tl.store(offsets + e + 1, first_row + size)
     if TILES:
         row_tiles = tl.where(bins < E, tl.cdiv(sizes, BM), 0)
         first = tl.sum(tl.where(bins < e, row_tiles, 0), 0)
@@ -109,6 +112,7 @@ def prepare_kernel(
     QMAX: tl.constexpr,  # 0: hidden is not quantised
     GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
     PDL: tl.constexpr,
+    INVERSE: tl.constexpr,  # inverse and offsets are wanted, behind absmax
     ZERO: tl.constexpr,  # tokens without an expert are zeroed here, because no combine follows
     BM: tl.constexpr,
     BINS: tl.constexpr,
@@ -126,7 +130,10 @@ def prepare_kernel(
     if pid < E:
         if pid == 0:
             tl.store(workspace, 0)  # the queue's ticket
-        place_expert(ids, order, order, order, tiles, done, workspace + 1, pid, R, E, True, False, BM, BINS, BLOCK)
+        inverse = absmax + R * GROUPS
+        place_expert(
+            ids, order, inverse, inverse + R, tiles, done, workspace + 1, pid, R, E, True, INVERSE, BM, BINS, BLOCK
+        )  # fmt: skip
     else:
         t = (pid - E).to(tl.int64)
         if QMAX > 0:
@@ -274,6 +281,7 @@ def prepare(
     fmt: QuantFormat | None,
     clip: float | None,
     groups: int,
+    inverse: bool,
     pdl: bool,
 ) -> None:
     """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters."""
@@ -296,7 +304,8 @@ def prepare(
         QMAX=0.0 if fmt is None else fmt.qmax,
         GROUPS=groups,
         PDL=pdl,
-        ZERO=top_k == 1,
+        INVERSE=inverse,
+        ZERO=top_k == 1 and not inverse,
         BM=block_m,
         BLOCK_H=block_h,
         **_blocks(ids.numel(), num_experts),
