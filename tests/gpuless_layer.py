@@ -67,10 +67,12 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
         if config.tma:
             types["w13"] = f"tensordesc<{element}[{config.up_n}, {config.up_k}]>"
             types["w2"] = f"tensordesc<{element}[{config.down_n}, {config.down_k}]>"
+            if config.gather:
+                types["x"] = f"tensordesc<{element}[{config.block_m}, {config.up_k}]>"
             if requantize == "done":
                 types["hq"] = f"tensordesc<{element}[{config.block_m}, {config.down_k}]>"
         constexprs = shared | {
-            "PHASE": phase, "DIRECT": direct, "REQUANTISE": done and phase == UP,
+            "PHASE": phase, "GATHERED": config.gather, "DIRECT": direct, "REQUANTISE": done and phase == UP,
             "PREFETCH": config.prefetch and target.backend == "cuda", "PDL": config.pdl, "A": top_k, "TMA": config.tma,
             "REQUANTIZE": requantize,
         }  # fmt: skip
@@ -87,9 +89,15 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
     if not direct and request.get("all"):
         types = dict.fromkeys(("R", "bound", "E", "A", "H", "stride_x"), "i32") | {"clip": "fp32"}
         types |= {"ids": "*i32", "x": "*bf16", "xq": f"*{ELEMENT[dtype]}", "scales": "*fp32", "out": "*bf16"}
-        types |= {"workspace": "*i32"}
+        types |= {"workspace": "*i32", "gate": "*i32"}
         constexprs = {name: shared[name] for name in ("QMAX", "GROUPS", "BM")} | _blocks(request["T"] * top_k, experts)
-        constexprs |= {"ZERO": top_k == 1, "PDL": config.pdl, "INVERSE": False, "BLOCK_H": shared["BLOCK_H"]}
+        constexprs |= {
+            "ZERO": top_k == 1,
+            "PDL": config.pdl,
+            "INVERSE": config.gather,
+            "GATHER": config.gather,
+            "BLOCK_H": shared["BLOCK_H"],
+        }
         reports.append(compile_kernel(prepare_kernel, types, constexprs, target, {"H", "stride_x"}, num_warps=4))
         types = {
             "y": "*bf16",

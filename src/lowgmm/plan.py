@@ -63,6 +63,8 @@ class LayerConfig:
     """Put the weights on the matrix instruction's M side."""
     tma: bool = True
     """Load weights through TMA descriptors."""
+    gather: bool = False
+    """Write a quantised row for every slot, sorted, so that gate/up tiles read whole rows (and through TMA)."""
     prefetch: bool = False
     """A down tile that must wait asks L2 for its weights meanwhile."""
     pdl: bool = False
@@ -73,11 +75,13 @@ class LayerConfig:
     programs: int = 0
     """Programs of the launch, if not programs_per_sm on each SM."""
 
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        return self.swap_ab, self.tma, self.gather, self.prefetch, self.pdl
+
     def __str__(self) -> str:
         flags = "".join(
-            f"-{name}"
-            for name, on in (("swap", self.swap_ab), ("tma", self.tma), ("pre", self.prefetch), ("pdl", self.pdl))
-            if on
+            f"-{name}" for name, on in zip(("swap", "tma", "gather", "pre", "pdl"), self.flags, strict=True) if on
         )
         grid = f"{self.programs}t" if self.programs else f"{self.programs_per_sm}p"
         tiles = f"{self.block_m}-{self.up_n}x{self.up_k}-{self.down_n}x{self.down_k}"
@@ -87,17 +91,18 @@ class LayerConfig:
     @functools.cache
     def parse(text: str) -> LayerConfig:
         """The configuration that ``str`` wrote."""
-        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
+        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
         m = re.fullmatch(pattern, text)
         if m is None or m[1] not in LAUNCHES:
             raise UnsupportedError(
                 f"moe_ffn: config {text!r} is not a layer configuration; expected e.g. "
                 f"'queue-16-64x256-128x256-swap-tma-4w4s2p'."
             )
-        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 11, 12, 13))
-        per_sm, total = (programs, 0) if m[14] == "p" else (1, programs)
-        flags = (bool(m[7]), bool(m[8]), bool(m[9]), bool(m[10]))
-        return LayerConfig(m[1], block_m, up_n, up_k, down_n, down_k, *flags, warps, stages, per_sm, total)
+        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 12, 13, 14))
+        per_sm, total = (programs, 0) if m[15] == "p" else (1, programs)
+        swap, tma, gather, pre, pdl = (bool(m[i]) for i in range(7, 12))
+        tiles = (block_m, up_n, up_k, down_n, down_k)
+        return LayerConfig(m[1], *tiles, swap, tma, gather, pre, pdl, warps, stages, per_sm, total)
 
     def shared_memory(self, element_size: int) -> int:
         """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
@@ -127,6 +132,8 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return "8-bit matrix instructions consume K in steps of 32: up_k and down_k must be at least 32."
     if config.launch == "direct" and problem.T != 1:
         return f"a direct launch serves one token, got T={problem.T}."
+    if config.gather and (config.launch == "direct" or fmt is None):
+        return "gather quantises the rows of several tokens; a direct launch and unquantised weights have none."
     if config.launch == "gmm" and problem.requantize != "token":
         return f"a grouped matmul takes one scale per row, not {problem.requantize!r}."
     if problem.requantize == "group128" and (config.up_n > GROUP or config.down_k > GROUP):

@@ -151,6 +151,7 @@ def moe_layer_kernel(
     slope,
     limit,
     PHASE: tl.constexpr,
+    GATHERED: tl.constexpr,  # x and scales_x have a row per slot, sorted; with TMA x is a descriptor of [BM, BK1]
     DIRECT: tl.constexpr,  # one token: its slots are the tiles, nothing was prepared, and the sum is done here
     REQUANTISE: tl.constexpr,  # UP: the last tile of a row block writes hq
     PREFETCH: tl.constexpr,
@@ -202,8 +203,8 @@ def moe_layer_kernel(
                 gate_up_tile(
                     x, scales_x, inverse, scale, w13, scales_w13, bias_w13, h, absmax, order, topk_weights,
                     expert1, row1, end1, n1, H, I, A, stride_x, slope, limit,
-                    BM, BN1, BK1, STAGES, SWAP, TMA, EVEN_K1, TYPE, ACC, PROMOTE, QMAX, DIRECT, ACTIVATION, LAYOUT,
-                    CLAMPED, WEIGHT_ON_INPUT, BIAS1, GROUPS, GROUP,
+                    BM, BN1, BK1, STAGES, SWAP, TMA, EVEN_K1, TYPE, ACC, PROMOTE, QMAX, DIRECT, GATHERED, ACTIVATION,
+                    LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, GROUPS, GROUP,
                 )  # fmt: skip
             if PHASE == BOTH:
                 tl.debug_barrier()  # every thread's part of h is written before one thread says so

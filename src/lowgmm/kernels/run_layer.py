@@ -39,7 +39,7 @@ def moe_ffn(
     """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0.
 
     Scratch memory for a bfloat16 ``hidden`` is R · (2 · I + 2 · H) + T · H bytes (h; the slots' outputs, unless A = 1;
-    quantised tokens) and a few words per row and tile.
+    quantised tokens; R · H instead of T · H with ``gather``) and a few words per row and tile.
     """
     call = Call(hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, config)
     if config.launch == "direct":
@@ -107,24 +107,29 @@ class Call:
         if self.direct:
             self.workspace = counters(self.device, size + triton.cdiv(self.H, self.config.down_n))
             return
-        tables = self._empty(size + (self.R + self.E + 1 if self.by_gmm else 0), dtype=torch.int32)
+        tables = self._empty(
+            size + (self.R + self.E + 1 if self.by_gmm or self.config.gather else 0), dtype=torch.int32
+        )
         self.workspace, self.inverse, self.offsets = tables, tables[size : size + self.R], tables[size + self.R :]
         if self.fmt is not None:
-            self.x = self._empty(self.T, self.H, dtype=self.fmt.dtype)
-            self.scales_x = self._empty(self.T, dtype=torch.float32)
+            given = self.R if self.config.gather else self.T
+            self.x = self._empty(given, self.H, dtype=self.fmt.dtype)
+            self.scales_x = self._empty(given, dtype=torch.float32)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def prepare(self) -> None:
+        gate = counters(self.device, 2) if self.config.gather else None
         prepare(
-            self.ids, self.hidden, self.x, self.scales_x, self.out, self.workspace, self.E, self.config.block_m,
+            self.ids, self.hidden, self.x, self.scales_x, self.out, self.workspace, gate, self.E, self.config.block_m,
             self.fmt, self.spec.clip, self.constexprs["GROUPS"], self.by_gmm, self.pdl,
         )  # fmt: skip
 
     def products(self, phase: tl.constexpr) -> None:
         """Launch the layer's kernel for both products, or for one of them."""
         config, spec = self.config, self.spec
+        x: Any = self.x
         w13: Any = self.values13
         w2: Any = self.values2
         hq: Any = self.hq
@@ -135,14 +140,17 @@ class Call:
             across = 2 if spec.gate_up == "interleaved" else 1
             w13 = TensorDescriptor.from_tensor(w13.view(-1, across * self.H), [config.up_n, config.up_k])
             w2 = TensorDescriptor.from_tensor(w2.view(-1, self.I), [config.down_n, config.down_k])
+            if config.gather:
+                x = TensorDescriptor.from_tensor(x, [config.block_m, config.up_k])
             if requantize == "done":
                 hq = TensorDescriptor.from_tensor(hq, [config.block_m, config.down_k])
         moe_layer_kernel[(config.programs or self.gpu.sms * config.programs_per_sm,)](
-            self.x, self.scales_x, w13, self.values13, self.w13.scales, self.w13.bias, w2, self.values2, self.w2.scales,
+            x, self.scales_x, w13, self.values13, self.w13.scales, self.w13.bias, w2, self.values2, self.w2.scales,
             self.w2.bias, self.scales_h, self.h, hq, self.scales_hq, self.y, self.out, self.ids, self.weights,
             self.workspace, self.R, self.bound, self.E, self.H, self.I, self.x.stride(0), self.hq.stride(0),
             math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0,
             PHASE=phase,
+            GATHERED=config.gather,
             DIRECT=self.direct,
             REQUANTISE=self.done_in_up and phase == UP,
             PREFETCH=config.prefetch and self.device.type == "cuda" and self.gpu.backend == "cuda",
