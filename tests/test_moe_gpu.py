@@ -163,8 +163,8 @@ def test_launches(T: int, top_k: int) -> None:
 def test_down_by_the_grouped_matmul(format: str | None, top_k: int) -> None:
     """The second product as ``gmm`` picks it; with INT8 the same bits as in the layer's own kernel."""
     case = Case(format, 2000, top_k)
-    k = 64 if format is None else 128
-    y = case(config=f"gmm-128-64x{k}-128x{k}-tma-8w3s1p")
+    k, gather = (64, "") if format is None else (128, "-gather")
+    y = case(config=f"gmm-128-64x{k}-128x{k}-tma{gather}-8w3s1p")
     case.check(y)
     if format == "int8" and top_k > 1:
         assert torch.equal(y, case(config="split-128-64x128-128x128-tma-8w3s1p"))
