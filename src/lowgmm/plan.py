@@ -174,9 +174,14 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
         return LayerConfig("queue", 64, 64, narrow, 128, narrow)
     if gpu.backend == "cuda" and gpu.capability[0] == 10:  # not measured; what compiles there without spilling
         return LayerConfig("split", 64, 64, narrow, 64, narrow)
+    hopper = gpu.backend == "cuda" and gpu.capability[0] == 9
+    launch = "gmm" if hopper and problem.requantize == "token" else "split"
+    # Two accumulators of 128 columns leave no registers for the epilogue of GPT-OSS (biases, clamps).
+    up_n, stages = (128, 4) if hopper and size == 1 and problem.gate_up == "concatenated" else (64, 3)
     return LayerConfig(
-        "split", 128, 64, narrow, 128, narrow, swap_ab=False, num_warps=8, num_stages=3, programs_per_sm=1
-    )
+        launch, 128, up_n, narrow, 128, narrow, swap_ab=False, gather=size == 1, num_warps=8, num_stages=stages,
+        programs_per_sm=1,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)  # bounded: every token count is a problem of its own
