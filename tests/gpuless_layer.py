@@ -87,11 +87,12 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
             )
         )  # fmt: skip
     if not direct and request.get("all"):
-        types = dict.fromkeys(("R", "bound", "E", "A", "H", "stride_x"), "i32") | {"clip": "fp32"}
+        types = dict.fromkeys(("R", "bound", "E", "H", "stride_x"), "i32") | {"clip": "fp32"}
         types |= {"ids": "*i32", "x": "*bf16", "xq": f"*{ELEMENT[dtype]}", "scales": "*fp32", "out": "*bf16"}
         types |= {"workspace": "*i32", "gate": "*i32"}
         constexprs = {name: shared[name] for name in ("QMAX", "GROUPS", "BM")} | _blocks(request["T"] * top_k, experts)
         constexprs |= {
+            "A": top_k,
             "ZERO": top_k == 1,
             "PDL": config.pdl,
             "INVERSE": config.gather,

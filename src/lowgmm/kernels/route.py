@@ -95,7 +95,9 @@ def sort_kernel(ids, order, inverse, offsets, R, E, BINS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def scatter_row(x, xq, scales, ids, inverse, gate, E, A, H, clip, QMAX: tl.constexpr, BLOCK: tl.constexpr):
+def scatter_row(
+    x, xq, scales, ids, inverse, gate, E, H, clip, A: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
     """Quantise a token once, and write it to the sorted row of each of its slots, once the sort is done."""
     row_inverse, scale = scales_of(row_absmax(x, H, clip, BLOCK), QMAX)
     while tl.atomic_add(gate + 1, 0, sem="acquire") < E:
@@ -104,12 +106,12 @@ def scatter_row(x, xq, scales, ids, inverse, gate, E, A, H, clip, QMAX: tl.const
     for start in tl.range(0, H, BLOCK):
         v = tl.load(x + start + k, mask=start + k < H, other=0.0).to(tl.float32) * row_inverse
         q = round_to(v, QMAX, xq.dtype.element_ty)
-        for a in tl.range(0, A):
+        for a in tl.static_range(A):  # unrolled and without branches, so that the loads do not wait for each other
             e = tl.load(ids + a)
-            if (e >= 0) & (e < E):
-                row = tl.load(inverse + a).to(tl.int64)
-                tl.store(xq + row * H + start + k, q, mask=start + k < H)
-                tl.store(scales + row, scale)
+            local = (e >= 0) & (e < E)
+            row = tl.load(inverse + a, mask=local, other=0).to(tl.int64)
+            tl.store(xq + row * H + start + k, q, mask=(start + k < H) & local)
+            tl.store(scales + row, scale, mask=local)
     tl.debug_barrier()
     if tl.atomic_add(gate + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(gate + 1, 0)  # all experts are sorted and all tokens placed
@@ -127,10 +129,10 @@ def prepare_kernel(
     R,
     bound,
     E,
-    A,
     H,
     stride_x,
     clip,
+    A: tl.constexpr,
     QMAX: tl.constexpr,  # 0: hidden is not quantised
     GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
     PDL: tl.constexpr,
@@ -172,7 +174,7 @@ def prepare_kernel(
         t = (pid - E).to(tl.int64)
         if GATHER:
             scatter_row(
-                x + t * stride_x, xq, scales, ids + t * A, inverse + t * A, gate, E, A, H, clip, QMAX, BLOCK_H
+                x + t * stride_x, xq, scales, ids + t * A, inverse + t * A, gate, E, H, clip, A, QMAX, BLOCK_H
             )  # fmt: skip
         elif QMAX > 0:
             quantize_row(x + t * stride_x, xq + t * H, scales + t, H, clip, QMAX, BLOCK_H)
@@ -340,10 +342,10 @@ def prepare(
         ids.numel(),
         max_row_tiles(ids.numel(), num_experts, block_m),
         num_experts,
-        top_k,
         width,
         x.stride(0),
         math.inf if clip is None else clip,
+        A=top_k,
         QMAX=0.0 if fmt is None else fmt.qmax,
         GROUPS=groups,
         PDL=pdl,
