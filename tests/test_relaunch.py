@@ -58,6 +58,14 @@ def test_a_pointer_that_is_not_aligned_is_left_to_triton_and_not_remembered():
     assert [entry[0] for entry in kernel.log] == ["bound", "bound", "bound", "launched"]
 
 
+def test_which_pointers_are_none_belongs_to_the_key():
+    kernel, x = Kernel(), torch.zeros(8)
+    launch = Relauncher(kernel)
+    for pointers in ([x, None], [None, x], [x, x], [None, None]) * 2:
+        launch(1, "k", pointers, tuple(pointers))
+    assert [entry[0] for entry in kernel.log] == ["bound"] * 4 + ["launched"] * 4
+
+
 def test_what_cannot_be_launched_again_is_bound_every_time():
     kernel = Kernel(returns=False)  # as in Triton's interpreter
     launch = Relauncher(kernel)

@@ -51,27 +51,33 @@ class Relauncher:
 
         Args:
             programs: the grid.
-            key: must differ wherever Triton would compile another kernel: the device, dtypes, which arguments are None,
-                compile-time values, options, and of each specialised integer whether it is 1 and a multiple of 16. Its
-                value itself will do.
-            pointers: the tensors among ``arguments``. Their alignment is looked at here: if all are, as allocators
-                make them, the remembered kernel is right, else Triton decides.
+            key: must differ wherever Triton would compile another kernel: the device, dtypes, compile-time values,
+                options, and of each specialised integer whether it is 1 and a multiple of 16. Its value itself will do.
+            pointers: the tensors among ``arguments``, or None. Which of them are None belongs to the key by itself, and
+                their alignment is looked at: if all are, as allocators make them, the remembered kernel is right, else
+                Triton decides.
             arguments: every parameter of the kernel in order, compile-time ones too.
             options: ``num_warps`` and such.
         """
-        aligned = True
+        aligned, given = True, 0
         for t in pointers:
-            if t is not None and t.data_ptr() % ALIGNED:
-                aligned = False
-                break
-        if aligned and (compiled := self.bound.get(key)) is not None:
+            given <<= 1
+            if t is not None:
+                given |= 1
+                if t.data_ptr() % ALIGNED:
+                    aligned = False
+        if not aligned:
+            self.kernel[(programs,)](*arguments, **options)
+            return
+        compiled = self.bound.get((key, given))
+        if compiled is not None:
             compiled[(programs, 1, 1)](*arguments)
             return
         compiled = self.kernel[(programs,)](*arguments, **options)
-        if aligned and hasattr(compiled, "__getitem__"):  # the interpreter returns nothing that could be launched again
+        if hasattr(compiled, "__getitem__"):  # the interpreter returns nothing that could be launched again
             if len(self.bound) >= MOST:
                 self.bound.clear()
-            self.bound[key] = compiled
+            self.bound[key, given] = compiled
 
 
 def descriptor(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
@@ -179,7 +177,7 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = replace(config.portable(), tma=False)
+            config = config.by_pointers()
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):
@@ -194,10 +192,10 @@ def grouped_mm(
     if config.launch == "expert":
         programs = num_experts + 1
     else:
-        programs = max_row_tiles(num_rows, num_experts, bm) * triton.cdiv(n_size, bn)
+        programs = max_row_tiles(num_rows, num_experts, bm) * -(-n_size // bn)
         if config.launch != "grid":
             programs = min(programs, gpu.sms * config.programs_per_sm)
-    groups = triton.next_power_of_2(num_experts + 1)
+    groups = 1 << num_experts.bit_length()  # a power of two > num_experts
     table = torch.empty(groups, dtype=torch.int32, device=x.device)
     integers = (num_experts, n_size, k_size, x.stride(0), w.stride(0), w.stride(1), out.stride(0))
     constants = (
