@@ -290,10 +290,11 @@ def combine_kernel(
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (T, cdiv(H, BLOCK)): the weighted sum of each token's slots."""
+    """Grid (T · cdiv(H, BLOCK),): the weighted sum of each token's slots."""
     if PDL:
         gdc_wait()
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    blocks = tl.cdiv(H, BLOCK)
+    t = (tl.program_id(0) // blocks).to(tl.int64)
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, H, A, SORTED, WEIGHT_ON_INPUT)
     tl.store(out + t * H + n, total.to(out.dtype.element_ty), mask=n < H)

@@ -170,7 +170,7 @@ class Call:
 
     def combine(self) -> None:
         block = min(1024, triton.next_power_of_2(self.H))
-        combine_kernel[(self.T, triton.cdiv(self.H, block))](
+        combine_kernel[(self.T * triton.cdiv(self.H, block),)](
             self.y, self.inverse, self.ids, self.weights, self.out, self.E, self.H,
             A=self.A, SORTED=self.by_gmm, WEIGHT_ON_INPUT=self.spec.weight_on_input, PDL=self.pdl, BLOCK=block,
             num_warps=4, enable_fp_fusion=False, **self.after,
