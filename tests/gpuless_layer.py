@@ -15,8 +15,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
+from lowgmm.formats import format_of
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
+from lowgmm.kernels.rows import activate_kernel, gather_kernel
 from lowgmm.kernels.run_layer import constants
 from lowgmm.layer import LayerSpec
 from lowgmm.plan import LayerConfig
@@ -52,10 +54,12 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
     dtype, direct = getattr(torch, request["dtype"]), config.launch == "direct"
     experts, hidden, inner, top_k = (request[name] for name in "EHIA")
     biased = bool(request.get("biased"))
+    if config.launch == "gmm":
+        return compile_rows(spec, dtype, biased, top_k, target)
     shared = constants(spec, config, dtype, hidden, inner, (biased, biased), gpu_of(target))
-    split, quantised = config.launch in ("split", "gmm"), dtype.itemsize == 1
+    split, quantised = config.launch == "split", dtype.itemsize == 1
     reports = []
-    for phase in (UP,) if config.launch == "gmm" else (UP, DOWN) if split else (BOTH,):
+    for phase in (UP, DOWN) if split else (BOTH,):
         done = split and quantised and spec.requantize == "token"
         requantize = "none" if not quantised else "done" if done and phase == DOWN else spec.requantize
         element = ELEMENT[dtype]
@@ -95,7 +99,6 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
             "A": top_k,
             "ZERO": top_k == 1,
             "PDL": config.pdl,
-            "INVERSE": config.gather,
             "GATHER": config.gather,
             "BLOCK_H": shared["BLOCK_H"],
         }
@@ -121,6 +124,26 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
         blocks = _blocks(request["T"] * top_k, experts)
         reports.append(compile_kernel(sort_kernel, types, blocks, target, set(), num_warps=4))
     return reports
+
+
+def compile_rows(
+    spec: LayerSpec, dtype: torch.dtype, biased: bool, top_k: int, target: GPUTarget
+) -> list[dict[str, int]]:
+    """The launches between two grouped matmuls, which tests/test_compile.py compiles."""
+    fmt = format_of(dtype)
+    shared = {"QMAX": 0.0 if fmt is None else fmt.qmax, "PDL": target.backend == "cuda", "BLOCK": 4096}
+    none = {} if fmt is not None else {"scales": None}
+    gather = {"x": "*bf16", "order": "*i32", "rows": f"*{ELEMENT[dtype]}", "scales": "*fp32"}
+    gather |= {"H": "i32", "stride_x": "i32", "clip": "fp32"}
+    act = {"gate_up": "*fp32", "h": "*bf16", "hq": f"*{ELEMENT[dtype]}", "scales": "*fp32", "order": "*i32"}
+    act |= {"ids": "*i32", "topk_weights": "*fp32", "bias": "*fp32", "E": "i32", "I": "i32"}
+    act |= {"slope": "fp32", "bound": "fp32"}
+    choices = {"ACTIVATION": spec.activation, "LAYOUT": spec.gate_up, "CLAMPED": spec.bound is not None}
+    choices |= {"WEIGHT_ON_INPUT": spec.weight_on_input, "BIAS": biased} | ({} if biased else {"bias": None})
+    return [
+        compile_kernel(gather_kernel, gather, {"A": top_k, **shared, **none}, target, {"H", "stride_x"}, num_warps=4),
+        compile_kernel(activate_kernel, act, {**choices, **shared, **none}, target, {"I"}, num_warps=4),
+    ]
 
 
 def compile_layers(requests: list[dict[str, Any]]) -> list[list[dict[str, int]]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowgmm.gpu import Gpu
-from lowgmm.plan import LayerProblem, pick
+from lowgmm.plan import LayerProblem, own_kernels
 from test_compile import GPUS
 
 if importlib.util.find_spec("triton") is None:
@@ -25,7 +25,7 @@ def request(target: str, gpu: Gpu, name: str, dtype: torch.dtype, T: int, **more
     E, A, H, I = LAYERS[name]
     options = more.get("options", {})
     how = options.get("requantize", "token"), options.get("gate_up", "concatenated")
-    config = pick(LayerProblem(T, A, E, H, I, dtype, *how), gpu)
+    config = own_kernels(LayerProblem(T, A, E, H, I, dtype, *how), gpu)
     assert config is not None
     kind = str(dtype).removeprefix("torch.")
     return {"E": E, "A": A, "H": H, "I": I, "T": T, "dtype": kind, "config": str(config), "target": target, **more}
@@ -39,7 +39,9 @@ def requests() -> list[dict[str, Any]]:
                 continue  # refused, or run as a sequence of operations
             made += [request(target, gpu, "qwen3", dtype, T, all=T == 8) for T in TOKENS[target]]
         made.append(request(target, gpu, "seed", torch.int8, 128))
-    made.append({**made[4], "T": 8192, "config": "gmm-128-128x128-128x128-tma-gather-8w4s1p", "all": True})
+    for dtype in ("int8", "float8_e4m3fn", "bfloat16"):
+        made.append({**made[4], "dtype": dtype, "T": 8192, "config": "gmm"})
+    made.append({**made[4], "config": "gmm", "options": {**GPT_OSS, "weight_on_input": True}, "biased": True})
     hopper = GPUS["sm90"]
     for T in (1, 8, 8192):
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options=GPT_OSS, biased=True))
@@ -70,7 +72,7 @@ def test_compiles(index: int, reports: list[list[dict[str, int]]]) -> None:
     for report in launches:
         assert report["spills"] == 0
         assert report["shared"] <= GPUS[r["target"]].shared_memory
-    products = launches[: 2 if r["config"].startswith("split") else 1]
+    products = launches[: {"split": 2, "gmm": 0}.get(r["config"].partition("-")[0], 1)]
     for report in products:
         if r["target"] == "sm90":
             assert report["tma"] > 0

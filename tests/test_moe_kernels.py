@@ -30,9 +30,9 @@ LAUNCHES = {
     "queue, TMA": "queue-16-32x64-32x64-swap-tma-pre-4w2s3t",
     "queue, 32 rows": "queue-32-16x64-64x32-swap-4w2s3t",
     "split": "split-16-32x64-32x64-4w2s3t",
-    "gmm": "gmm-16-32x64-32x64-4w2s3t",
+    "gmm": "gmm",
     "split, gathered": "split-16-32x64-32x64-gather-4w2s3t",
-    "gmm, gathered, TMA": "gmm-16-32x64-32x64-tma-gather-4w2s3t",
+    "split, gathered, TMA": "split-16-32x64-32x64-tma-gather-4w2s3t",
     "split, TMA, swapped": "split-16-32x64-32x64-swap-tma-4w2s3t",
 }
 DIRECT = ("direct-16-32x64-32x64-swap-4w2s3t", "direct-16-16x32-64x64-swap-tma-pre-4w2s3t")
@@ -256,6 +256,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a launch of gmm's": ("grid-16-32x64-32x64-4w2s3t", {}, "is not a layer configuration"),
     "a tile of 24": ("queue-24-32x64-32x64-4w2s3t", {}, "powers of two"),
     "direct for six tokens": (DIRECT[0], {}, "one token"),
+    "gmm with a scale per group": ("gmm", {"requantize": "group128"}, "one scale per row"),
     "too large": ("queue-128-256x256-256x256-8w4s3t", {}, "bytes of shared memory"),
     "group128 across groups": ("queue-16-32x64-32x256-4w2s3t", {"requantize": "group128"}, "at most 128"),
     "gather for one token": ("direct-16-32x64-32x64-swap-gather-4w2s3t", {}, "one token"),

@@ -16,7 +16,7 @@ from lowgmm.shapes import UnsupportedError
 
 LAUNCHES = ("direct", "queue", "split", "gmm")
 """direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
-combine. gmm: as split, but down is the grouped matmul of ``gmm``, with the tile that it picks for itself."""
+combine. gmm: both products by the grouped matmul of ``gmm``, with the tiles that it picks for itself."""
 
 MAX_BINS = 4094
 """Experts that the counting sort of ``kernels/route.py`` can tell apart."""
@@ -80,6 +80,8 @@ class LayerConfig:
         return self.swap_ab, self.tma, self.gather, self.prefetch, self.pdl
 
     def __str__(self) -> str:
+        if self.launch == "gmm":
+            return "gmm"
         flags = "".join(
             f"-{name}" for name, on in zip(("swap", "tma", "gather", "pre", "pdl"), self.flags, strict=True) if on
         )
@@ -91,9 +93,11 @@ class LayerConfig:
     @functools.cache
     def parse(text: str) -> LayerConfig:
         """The configuration that ``str`` wrote."""
+        if text == "gmm":
+            return BY_GMM
         pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
         m = re.fullmatch(pattern, text)
-        if m is None or m[1] not in LAUNCHES:
+        if m is None or m[1] not in LAUNCHES[:3]:
             raise UnsupportedError(
                 f"moe_ffn: config {text!r} is not a layer configuration; expected e.g. "
                 f"'queue-16-64x256-128x256-swap-tma-4w4s2p'."
@@ -113,6 +117,10 @@ class LayerConfig:
         return max(up, down) * self.num_stages + 1024
 
 
+BY_GMM = LayerConfig("gmm", 0, 0, 0, 0, 0)
+"""It has no tiles of its own."""
+
+
 def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None:
     """None if ``config`` can run ``problem`` on ``gpu``, else the reason it cannot. The one statement of every
     constraint."""
@@ -125,6 +133,10 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return f"the layer's kernels multiply int8, float8_e4m3fn and bfloat16, not {problem.dtype}."
     if problem.E > MAX_BINS:
         return f"E={problem.E} is more than {MAX_BINS}, for which the counting sort has bins."
+    if config.launch == "gmm":
+        if problem.requantize != "token":
+            return f"a grouped matmul takes one scale per row, not {problem.requantize!r}."
+        return None
     blocks = (config.block_m, config.up_n, config.up_k, config.down_n, config.down_k)
     if any(b & (b - 1) or b < 16 for b in blocks):
         return f"tiles {blocks} need powers of two of at least 16 (tl.dot)."
@@ -134,8 +146,6 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return f"a direct launch serves one token, got T={problem.T}."
     if config.gather and (config.launch == "direct" or fmt is None):
         return "gather quantises the rows of several tokens; a direct launch and unquantised weights have none."
-    if config.launch == "gmm" and problem.requantize != "token":
-        return f"a grouped matmul takes one scale per row, not {problem.requantize!r}."
     if problem.requantize == "group128" and (config.up_n > GROUP or config.down_k > GROUP):
         return f"group128 needs up_n and down_k of at most {GROUP}: a tile must lie in one group."
     if config.pdl and not gpu.tma:
@@ -174,12 +184,8 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
         return LayerConfig("queue", 64, 64, narrow, 128, narrow)
     if gpu.backend == "cuda" and gpu.capability[0] == 10:  # not measured; what compiles there without spilling
         return LayerConfig("split", 64, 64, narrow, 64, narrow)
-    hopper = gpu.backend == "cuda" and gpu.capability[0] == 9
-    launch = "gmm" if hopper and problem.requantize == "token" else "split"
-    # Two accumulators of 128 columns leave no registers for the epilogue of GPT-OSS (biases, clamps).
-    up_n, stages = (128, 4) if hopper and size == 1 and problem.gate_up == "concatenated" else (64, 3)
     return LayerConfig(
-        launch, 128, up_n, narrow, 128, narrow, swap_ab=False, gather=size == 1, num_warps=8, num_stages=stages,
+        "split", 128, 64, narrow, 128, narrow, swap_ab=False, gather=size == 1, num_warps=8, num_stages=3,
         programs_per_sm=1,
     )  # fmt: skip
 
@@ -188,6 +194,13 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
 def pick(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     """The configuration used when none is asked for, made to fit the GPU; None where the layer has no kernels and runs
     as a sequence of operations."""
+    if (gpu.backend, gpu.capability[0]) == ("cuda", 9) and supports(problem, BY_GMM, gpu) is None:
+        return BY_GMM  # its warp-specialised kernel is faster than any of the layer's own: docs/expert_layer.md
+    return own_kernels(problem, gpu)
+
+
+def own_kernels(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
+    """What would be picked if only the layer's own kernels were there."""
     if problem.dtype in FLOATS and problem.dtype != torch.bfloat16:
         return None
     config = _first_choice(problem, gpu)

@@ -137,7 +137,6 @@ def prepare_kernel(
     GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
     PDL: tl.constexpr,
     GATHER: tl.constexpr,  # xq and scales have a row for each slot, sorted, instead of one for each token
-    INVERSE: tl.constexpr,  # inverse and offsets are wanted, behind absmax
     ZERO: tl.constexpr,  # tokens without an expert are zeroed here, because no combine follows
     BM: tl.constexpr,
     BINS: tl.constexpr,
@@ -165,7 +164,7 @@ def prepare_kernel(
         if pid == 0:
             tl.store(workspace, 0)  # the queue's ticket
         place_expert(
-            ids, order, inverse, inverse + R, tiles, done, workspace + 1, pid, R, E, True, INVERSE, BM, BINS, BLOCK
+            ids, order, inverse, inverse + R, tiles, done, workspace + 1, pid, R, E, True, GATHER, BM, BINS, BLOCK
         )  # fmt: skip
         if GATHER:
             tl.debug_barrier()
@@ -300,13 +299,18 @@ def _blocks(num_rows: int, num_experts: int) -> dict[str, int]:
 
 def sort(topk_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """order [R] and inverse [R] (int64), offsets [E+1] (int32): as ``routing.route`` defines them."""
-    ids = topk_ids.contiguous()
+    order, inverse, offsets = sort_slots(topk_ids.contiguous(), num_experts)
+    return order.long(), inverse.long(), offsets
+
+
+def sort_slots(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`sort`, of contiguous ids and all in int32."""
     order, inverse = torch.empty((2, ids.numel()), dtype=torch.int32, device=ids.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
     sort_kernel[(num_experts + 1,)](
         ids, order, inverse, offsets, ids.numel(), num_experts, **_blocks(ids.numel(), num_experts), num_warps=4
     )
-    return order.long(), inverse.long(), offsets
+    return order, inverse, offsets
 
 
 def prepare(
@@ -322,7 +326,6 @@ def prepare(
     fmt: QuantFormat | None,
     clip: float | None,
     groups: int,
-    inverse: bool,
     pdl: bool,
 ) -> None:
     """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters.
@@ -350,8 +353,7 @@ def prepare(
         GROUPS=groups,
         PDL=pdl,
         GATHER=gate is not None,
-        INVERSE=inverse or gate is not None,
-        ZERO=top_k == 1 and not inverse,
+        ZERO=top_k == 1,
         BM=block_m,
         BLOCK_H=block_h,
         **_blocks(ids.numel(), num_experts),

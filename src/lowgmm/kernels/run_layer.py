@@ -13,10 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import format_of
 from lowgmm.gpu import Gpu, describe
-from lowgmm.kernels.grouped_mm import grouped_mm, promote_every
-from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
+from lowgmm.kernels.grouped_mm import promote_every
+from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import TILE_FIELDS, prepare
+from lowgmm.kernels.run_rows import by_gmm, combine
 from lowgmm.layer import GROUP, LayerSpec, Weights
 from lowgmm.plan import LayerConfig
 from lowgmm.routing import max_row_tiles
@@ -39,8 +40,10 @@ def moe_ffn(
     """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0.
 
     Scratch memory for a bfloat16 ``hidden`` is R · (2 · I + 2 · H) + T · H bytes (h; the slots' outputs, unless A = 1;
-    quantised tokens; R · H instead of T · H with ``gather``) and a few words per row and tile.
+    quantised tokens; R · H instead of T · H with ``gather``) and a few words per row and tile; with ``gmm`` see there.
     """
+    if config.launch == "gmm":
+        return by_gmm(hidden, w13, w2, topk_ids, topk_weights, spec)
     call = Call(hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, config)
     if config.launch == "direct":
         call.products(BOTH)
@@ -50,10 +53,7 @@ def moe_ffn(
         call.products(BOTH)
     else:
         call.products(UP)
-        if config.launch == "split":
-            call.products(DOWN)
-        else:
-            call.down_by_gmm()
+        call.products(DOWN)
     if call.y is not call.out:
         call.combine()
     return call.out
@@ -83,9 +83,9 @@ class Call:
         self.device, self.gpu = hidden.device, describe(hidden.device)
         biased = (w13.bias is not None, w2.bias is not None)
         self.constexprs = constants(spec, config, self.values2.dtype, self.H, self.I, biased, self.gpu)
-        self.direct, self.by_gmm = config.launch == "direct", config.launch == "gmm"
+        self.direct = config.launch == "direct"
         # The last gate/up tile of a row block quantises the block's rows, where the down tiles are another launch's.
-        self.done_in_up = config.launch in ("split", "gmm") and self.fmt is not None and spec.requantize == "token"
+        self.done_in_up = config.launch == "split" and self.fmt is not None and spec.requantize == "token"
         self.pdl = config.pdl and not self.direct
         self.after: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}  # no other backend knows the option
         self.tma = config.tma and self.values13.data_ptr() % 16 == 0 and self.values2.data_ptr() % 16 == 0
@@ -100,16 +100,14 @@ class Call:
             self.hq = self.h.view(torch.uint8)[:, : self.I].view(self.fmt.dtype)
             self.scales_hq = self._empty(self.R, dtype=torch.float32)
         # With one expert per token the down tiles write the result.
-        self.y = self.out if self.A == 1 and not self.by_gmm else self._empty(self.R, self.H, dtype=between)
+        self.y = self.out if self.A == 1 else self._empty(self.R, self.H, dtype=between)
         self.bound = self.A if self.direct else max_row_tiles(self.R, self.E, self.config.block_m)
         size = HEAD + self.bound * (TILE_FIELDS.value + 1) + self.R * (1 + self.constexprs["GROUPS"])
         self.x, self.scales_x = self.hidden, self.h
         if self.direct:
             self.workspace = counters(self.device, size + triton.cdiv(self.H, self.config.down_n))
             return
-        tables = self._empty(
-            size + (self.R + self.E + 1 if self.by_gmm or self.config.gather else 0), dtype=torch.int32
-        )
+        tables = self._empty(size + (self.R + self.E + 1 if self.config.gather else 0), dtype=torch.int32)
         self.workspace, self.inverse, self.offsets = tables, tables[size : size + self.R], tables[size + self.R :]
         if self.fmt is not None:
             given = self.R if self.config.gather else self.T
@@ -123,7 +121,7 @@ class Call:
         gate = counters(self.device, 2) if self.config.gather else None
         prepare(
             self.ids, self.hidden, self.x, self.scales_x, self.out, self.workspace, gate, self.E, self.config.block_m,
-            self.fmt, self.spec.clip, self.constexprs["GROUPS"], self.by_gmm, self.pdl,
+            self.fmt, self.spec.clip, self.constexprs["GROUPS"], self.pdl,
         )  # fmt: skip
 
     def products(self, phase: tl.constexpr) -> None:
@@ -164,17 +162,8 @@ class Call:
             **self.after,
         )  # fmt: skip
 
-    def down_by_gmm(self) -> None:
-        scales = self.scales_hq if self.done_in_up else None
-        grouped_mm(self.y, self.hq, self.values2, scales, self.w2.scales, self.offsets, self.w2.bias)
-
     def combine(self) -> None:
-        block = min(1024, triton.next_power_of_2(self.H))
-        combine_kernel[(self.T * triton.cdiv(self.H, block),)](
-            self.y, self.inverse, self.ids, self.weights, self.out, self.E, self.H,
-            A=self.A, SORTED=self.by_gmm, WEIGHT_ON_INPUT=self.spec.weight_on_input, PDL=self.pdl, BLOCK=block,
-            num_warps=4, enable_fp_fusion=False, **self.after,
-        )  # fmt: skip
+        combine(self.y, None, self.ids, self.weights, self.out, self.E, self.spec, self.pdl)
 
 
 def constants(
