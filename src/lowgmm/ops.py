@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from lowgmm.formats import FLOATS, format_of, get_format
+from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
 from lowgmm.shapes import UnsupportedError
 from lowgmm.validate import check_gmm, check_tokens, checked_bounds
 
@@ -63,7 +63,9 @@ def _gmm_into(
         return
     # Kernels see one layout of scales: [M] and [E, N], float32, contiguous. No-ops in the usual case.
     scales_x = None if scales_x is None else scales_x.reshape(x.shape[0]).float().contiguous()
-    scales_w = None if scales_w is None else scales_w.reshape(-1, out.shape[1]).float().contiguous()
+    if scales_w is not None:
+        grouped = scales_w.dim() == 3 and scales_w.shape[2] > 1
+        scales_w = scales_w.float() if grouped else scales_w.reshape(-1, out.shape[1]).float().contiguous()
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
@@ -78,11 +80,12 @@ def _gmm_into(
         return
     fmt = format_of(weights[0].dtype)
     if fmt is not None and x.dtype in FLOATS:
-        x, scales_x = _quantize_tokens(x, fmt.name, clip, impl)
+        x, scales_x = _quantize_tokens(x, fmt.activations.name, clip, impl)
     if impl == "reference":
         from lowgmm import reference
 
-        out.copy_(reference.gmm(x, weights[0], scales_x, scales_w, offsets, bias=bias))
+        w = unpack_nibbles(weights[1]) if len(weights) > 1 else weights[0]
+        out.copy_(reference.gmm(x, w, scales_x, scales_w, offsets, bias=bias))
         return
     from lowgmm.kernels.grouped_mm import grouped_mm
     from lowgmm.tune import TileConfig
@@ -134,7 +137,7 @@ def _gmm_out(
 
 
 def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    check_tokens(x, clip, impl)
+    check_tokens(x, format, clip, impl)
     fmt = get_format(format)
     if impl == "reference":
         from lowgmm.quant import quantize_rows
@@ -159,7 +162,7 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
 
 
 def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    check_tokens(x, clip, impl)
+    check_tokens(x, format, clip, impl)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 

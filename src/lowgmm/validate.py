@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, FORMATS, QuantTensor, format_of
+from lowgmm.formats import FLOATS, FORMATS, QuantTensor, format_of, get_format, group_size
 from lowgmm.reference import ACTIVATIONS
 from lowgmm.shapes import (
     DtypeError,
@@ -48,21 +48,31 @@ def check_gmm(
 ) -> tuple[int, int]:
     """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
     check_impl("gmm", impl)
-    if len(weights) > 1 and impl != "auto":
+    fmt = format_of(weights[0].dtype)
+    plain_parts = 2 if fmt is not None and fmt.bits == 4 else 1
+    if len(weights) < plain_parts:
+        raise DtypeError("gmm: 4-bit weights, two to a byte, come as a QuantTensor (lowgmm.quantize), not as a Tensor.")
+    if (len(weights) > plain_parts or (plain_parts == 2 and weights[1].dim() != 3)) and impl != "auto":
         raise UnsupportedError(f"gmm: impl={impl!r} needs plain [E, N, K] weights; these were packed for the CPU.")
+    if plain_parts == 2 and (impl == "triton" or weights[0].device.type != "cpu"):
+        raise UnsupportedError(
+            "gmm: int4 weights are not supported on cuda yet, only by the CPU backend. Quantise to int8 or fp8 there."
+        )
+    grouped = plain_parts == 2 and scales_w is not None and scales_w.dim() == 3
     sizes = bind(
         "gmm",
         input=(x, "M K"),
         weights=(weights[0], "E N K"),
         expert_offsets=(offsets, "E+1"),
         scales_x=(scales_x, "M 1?"),
-        scales_w=(scales_w, "E N 1?"),
+        scales_w=(scales_w, "E N k" if grouped else "E N 1?"),
         bias=(bias, "E N"),
         output=(output, "M N"),
     )
+    if grouped:
+        group_size(sizes["K"], sizes["k"])
     if sizes["K"] == 0 or sizes["E"] == 0:
         raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={sizes['E']}.")
-    fmt = format_of(weights[0].dtype)
     if fmt is not None and fmt.exact and sizes["K"] > MAX_EXACT_K:
         raise ShapeError(
             f"gmm: K={sizes['K']} is more than {MAX_EXACT_K}, up to which an INT8 sum is sure to fit INT32."
@@ -113,8 +123,8 @@ def _check_gmm_dtypes(
                 f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None."
             )
     else:
-        hint = f"With {fmt.name} weights the input is {fmt.name}, or floating point to be quantised here."
-        check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
+        hint = f"With {fmt.name} weights the input is {fmt.activations.name}, or floating point to be quantised here."
+        check_dtype("gmm", "input", x, (fmt.activations.dtype, *FLOATS), hint)
         if x.dtype in FLOATS and scales_x is not None:
             raise DtypeError(
                 f"gmm: argument 'scales_x' was given for an input of {x.dtype}, quantised per token by this call: pass "
@@ -132,9 +142,15 @@ def _check_gmm_dtypes(
         )
 
 
-def check_tokens(x: Tensor, clip: float | None, impl: str) -> None:
+def check_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> None:
     """Everything about a quantize_tokens call."""
     check_impl("quantize_tokens", impl)
+    fmt = get_format(format)
+    if fmt.activations is not fmt:
+        raise UnsupportedError(
+            f"quantize_tokens: {format} is a format of weights; the tokens they are multiplied by are "
+            f"{fmt.activations.name}."
+        )
     check_dtype("quantize_tokens", "x", x, FLOATS)
     bind("quantize_tokens", x=(x, "T K"))
     if clip is not None and not clip > 0:
