@@ -69,13 +69,13 @@ $(VENV)/.torch: requirements/torch.txt
 	$(PIP) install --constraint $(VENV)/keep.txt 'setuptools>=77'
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml src/lowgmm/native/int8_gmm.c
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml $(wildcard src/lowgmm/native/*.[ch])
 	@echo "== installing lowgmm and what its demo needs"
 	$(INSTALL) -e '.[demo]'
 	@touch $@
 
 # CPU builds of torch bring no Triton; the tests then take the pinned one. A Triton that is already there stays.
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml src/lowgmm/native/int8_gmm.c
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml $(wildcard src/lowgmm/native/*.[ch])
 	@echo "== installing lowgmm and its development tools"
 	@extras=dev; $(PY) -c 'import triton' 2>/dev/null || extras=dev,interpreter; \
 		echo "$(INSTALL) -e .[$$extras]"; $(INSTALL) -e ".[$$extras]"

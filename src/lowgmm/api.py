@@ -7,11 +7,9 @@ from torch import Tensor
 
 from lowgmm import ops as _ops  # noqa: F401  (registers torch.ops.lowgmm)
 from lowgmm.formats import FLOATS, QuantTensor, get_format
-from lowgmm.reference import activate
-from lowgmm.routing import Routing, route
 from lowgmm.shapes import ShapeError
 from lowgmm.tune import TileConfig
-from lowgmm.validate import check_moe, check_sizes
+from lowgmm.validate import check_sizes
 
 
 def gmm(
@@ -149,28 +147,50 @@ def moe_ffn(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
+    bias_w13: Tensor | None = None,
+    bias_w2: Tensor | None = None,
     activation: str = "silu",
+    gate_up: str = "concatenated",
+    alpha: float | None = None,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+    requantize: str = "token",
+    scales_h: Tensor | None = None,
     clip: float | None = None,
     impl: str = "auto",
+    config: str | None = None,
 ) -> Tensor:
     """The expert layer: route, gather, gate and up GMM, activation, down GMM, weighted sum back in token order.
 
     ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``x = hidden[t]``, ``e =
-    topk_ids[t, a]``.
+    topk_ids[t, a]``; biases are added to each product.
 
     With quantised weights, each token is quantised before it is gathered (once, however many experts it visits) and the
-    intermediate is quantised again per row. Between the GMMs values are bfloat16 for a bfloat16 ``hidden`` and float32
-    otherwise: a float16 intermediate could overflow. The sum over experts is float32, in slot order.
+    intermediate h is quantised again. h and the experts' outputs are bfloat16 for a bfloat16 ``hidden`` and float32
+    otherwise: a float16 intermediate could overflow. The sum over experts is float32, in slot order, so the result has
+    the same bits every time, and a token's does not depend on the other tokens of a call that runs the same kernels.
 
     Args:
         hidden: [T, H] bfloat16, float16 or float32.
-        w13: [E, 2I, H], gate rows first; a tensor of ``hidden``'s dtype or a :class:`QuantTensor`.
+        w13: [E, 2I, H]; a tensor of ``hidden``'s dtype or a :class:`QuantTensor`.
         w2: [E, H, I], likewise.
-        topk_ids: [T, A] int32 or int64; ids outside [0, E) contribute nothing.
+        topk_ids: [T, A] int32 or int64; ids outside [0, E) contribute nothing. A repeated id counts once per slot.
         topk_weights: [T, A] float.
-        activation: ``"silu"`` (SwiGLU) or ``"gelu"`` (GeGLU).
+        bias_w13: [E, 2I] float, in the order of w13's rows.
+        bias_w2: [E, H] float.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (GeGLU, exact), ``"relu2"`` (squared ReLU), ``"none"``, each of the
+            gate; or ``"swiglu_oai"``: ``gate · sigmoid(alpha · gate) · (up + 1)``, clamped.
+        gate_up: rows of w13: ``"concatenated"`` (gate rows first), ``"interleaved"`` (gate and up rows in turns) or
+            ``"none"``: w13 is [E, I, H] and h is ``act(x W13ₑᵀ)``.
+        alpha: of swiglu_oai; default 1.702.
+        limit: clamp the gate to at most this and up to ±this; default 7 for swiglu_oai, else no clamp.
+        weight_on_input: apply ``topk_weights`` to the tokens (``x W13ₑᵀ`` is multiplied) instead of the outputs.
+        requantize: scales of the quantised h: ``"token"`` (one per row), ``"group128"`` (one per row and 128 columns)
+            or ``"static"`` (``scales_h``, one per expert; larger values saturate).
+        scales_h: [E] float, for ``requantize="static"``.
         clip: outlier threshold when ``hidden`` is quantised, see :func:`quantize_tokens`.
         impl: as in :func:`gmm`.
+        config: how a GPU runs the layer, the string of a :class:`lowgmm.plan.LayerConfig`; default: chosen by size.
 
     Returns:
         [T, H] in ``hidden``'s dtype. A token without an expert gives exact zeros.
@@ -186,41 +206,11 @@ def moe_ffn(
     >>> torch.allclose(y.double(), lowgmm.reference.moe_ffn(x, w13, w2, ids, weights), rtol=1e-4, atol=1e-4)
     True
     """
-    n = check_moe(hidden, w13, w2, topk_ids, topk_weights, activation, clip)
-    between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
-    routing = route(topk_ids, n["E"])
-    h = activate(_gather_gmm(hidden, w13, routing, between, clip, impl), activation)
-    y = _down_gmm(h, w2, routing, between, impl)
-    y = y[routing.inverse].view(n["T"], n["A"], n["H"])
-    # A slot without an expert has zeros in y, but its weight may be anything. No matrix product: autocast lowers those.
-    has_expert = (topk_ids >= 0) & (topk_ids < n["E"])
-    weights = topk_weights.float().where(has_expert, 0.0)
-    return (y.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-
-def _gather_gmm(
-    hidden: Tensor,
-    w13: Tensor | QuantTensor,
-    routing: Routing,
-    out_dtype: torch.dtype,
-    clip: float | None,
-    impl: str,
-) -> Tensor:
-    """``gmm(hidden[routing.tokens], w13)``, quantising each token once rather than once per expert."""
-    if not isinstance(w13, QuantTensor):
-        return gmm(hidden[routing.tokens], w13, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
-    xq, scales = quantize_tokens(hidden, w13.format.activations.name, clip, impl=impl)
-    rows = routing.tokens
-    # index_select of float8 is missing on some backends; the bytes are the same.
-    xq = xq.view(torch.uint8)[rows].view(xq.dtype)
-    return gmm(xq, w13, scales[rows], None, routing.offsets, out_dtype=out_dtype, impl=impl)
-
-
-def _down_gmm(h: Tensor, w2: Tensor | QuantTensor, routing: Routing, out_dtype: torch.dtype, impl: str) -> Tensor:
-    """``gmm(h, w2)`` for an intermediate that is wider than half precision where ``w2`` is half precision."""
-    if not isinstance(w2, Tensor) or w2.dtype != torch.float16:
-        return gmm(h, w2, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
-    # A power of two per row keeps fp16 operands in range and costs no rounding: act(gate)·up easily exceeds 65 504.
-    exponent = torch.frexp(h.abs().amax(-1, keepdim=True)).exponent.clamp(min=0)
-    y = gmm(torch.ldexp(h, -exponent).half(), w2, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
-    return torch.ldexp(y, exponent)
+    (up, scales_w13), (down, scales_w2) = (
+        (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
+    )
+    result: Tensor = torch.ops.lowgmm.moe_ffn(
+        hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
+        activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
+    )  # fmt: skip
+    return result

@@ -17,8 +17,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
+from lowgmm.layer import LayerSpec, Weights
 from lowgmm.shapes import UnsupportedError
-from lowgmm.validate import check_gmm, check_tokens, checked_bounds
+from lowgmm.validate import check_gmm, check_moe, check_tokens, checked_bounds
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -29,6 +30,12 @@ library = torch.library.Library("lowgmm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
 library.define(f"gmm({OPERANDS}, ScalarType out_dtype) -> Tensor", tags=TAGS)
 library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
+library.define(
+    "moe_ffn(Tensor hidden, Tensor[] w13, Tensor? scales_w13, Tensor? bias_w13, Tensor[] w2, Tensor? scales_w2, "
+    "Tensor? bias_w2, Tensor topk_ids, Tensor topk_weights, Tensor? scales_h, str activation, str gate_up, "
+    "float? alpha, float? limit, bool weight_on_input, str requantize, float? clip, str impl, str? config) -> Tensor",
+    tags=TAGS,
+)
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
 
 
@@ -63,9 +70,7 @@ def _gmm_into(
         return
     # Kernels see one layout of scales: [M] and [E, N], float32, contiguous. No-ops in the usual case.
     scales_x = None if scales_x is None else scales_x.reshape(x.shape[0]).float().contiguous()
-    if scales_w is not None:
-        grouped = scales_w.dim() == 3 and scales_w.shape[2] > 1
-        scales_w = scales_w.float() if grouped else scales_w.reshape(-1, out.shape[1]).float().contiguous()
+    scales_w = _flat(scales_w)
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
@@ -133,6 +138,69 @@ def _gmm_out(
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
 
 
+# moe_ffn, its own fake too
+
+
+def _moe_ffn(
+    hidden: Tensor,
+    w13: list[Tensor],
+    scales_w13: Tensor | None,
+    bias_w13: Tensor | None,
+    w2: list[Tensor],
+    scales_w2: Tensor | None,
+    bias_w2: Tensor | None,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    scales_h: Tensor | None,
+    activation: str,
+    gate_up: str,
+    alpha: float | None,
+    limit: float | None,
+    weight_on_input: bool,
+    requantize: str,
+    clip: float | None,
+    impl: str,
+    config: str | None,
+) -> Tensor:
+    spec = LayerSpec(activation, gate_up, alpha, limit, weight_on_input, requantize, clip)
+    up, down = Weights(w13, scales_w13, bias_w13), Weights(w2, scales_w2, bias_w2)
+    sizes = check_moe(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
+    if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
+        return hidden.new_zeros(hidden.shape)
+    up, down = (Weights(w.operands, _flat(w.scales), w.bias) for w in (up, down))
+    arguments = (hidden, up, down, topk_ids, topk_weights, spec, scales_h)
+    if impl == "auto":
+        impl = "triton" if hidden.device.type != "cpu" else "cpu"
+    if config is not None and impl != "triton":
+        raise UnsupportedError(f"moe_ffn: config chooses GPU kernels, but the {impl} backend runs here; leave it out.")
+    if impl == "cpu":
+        from lowgmm import cpu
+
+        return cpu.moe_ffn(*arguments)
+    from lowgmm import compose
+
+    def gmm(
+        x: Tensor,
+        weights: list[Tensor],
+        scales_x: Tensor | None,
+        scales_w: Tensor | None,
+        offsets: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return _gmm(x, weights, scales_x, scales_w, offsets, bias, None, impl, None, dtype)
+
+    return compose.moe_ffn(*arguments, gmm, lambda x, fmt, clip: _quantize_tokens(x, fmt.name, clip, impl))
+
+
+def _flat(scales: Tensor | None) -> Tensor | None:
+    """float32 [E, N], contiguous, whether or not scales were kept with a last axis of 1; [E, N, k] of groups as they
+    are."""
+    if scales is None or (scales.dim() == 3 and scales.shape[2] > 1):
+        return None if scales is None else scales.float()
+    return scales.reshape(scales.shape[:2]).float().contiguous()
+
+
 # quantize_tokens
 
 
@@ -190,4 +258,5 @@ def _register(name: str, function: Any, fake: Any) -> None:
 
 _register("gmm", _gmm, _gmm)
 _register("gmm_out", _gmm_out, _gmm_out)
+_register("moe_ffn", _moe_ffn, _moe_ffn)
 _register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, FORMATS, QuantTensor, format_of, get_format, group_size
-from lowgmm.reference import ACTIVATIONS
+from lowgmm.formats import FLOATS, FORMATS, QuantFormat, format_of, get_format, group_size
+from lowgmm.layer import ACTIVATIONS, LAYOUTS, REQUANTIZE, LayerSpec, Weights
 from lowgmm.shapes import (
     DtypeError,
     ShapeError,
@@ -48,17 +47,8 @@ def check_gmm(
 ) -> tuple[int, int]:
     """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
     check_impl("gmm", impl)
-    fmt = format_of(weights[0].dtype)
-    plain_parts = 2 if fmt is not None and fmt.bits == 4 else 1
-    if len(weights) < plain_parts:
-        raise DtypeError("gmm: 4-bit weights, two to a byte, come as a QuantTensor (lowgmm.quantize), not as a Tensor.")
-    if (len(weights) > plain_parts or (plain_parts == 2 and weights[1].dim() != 3)) and impl != "auto":
-        raise UnsupportedError(f"gmm: impl={impl!r} needs plain [E, N, K] weights; these were packed for the CPU.")
-    if plain_parts == 2 and (impl == "triton" or weights[0].device.type != "cpu"):
-        raise UnsupportedError(
-            "gmm: int4 weights are not supported on cuda yet, only by the CPU backend. Quantise to int8 or fp8 there."
-        )
-    grouped = plain_parts == 2 and scales_w is not None and scales_w.dim() == 3
+    fmt = _check_operands("gmm", "weights", weights, impl)
+    grouped = _grouped(fmt, scales_w)
     sizes = bind(
         "gmm",
         input=(x, "M K"),
@@ -98,6 +88,30 @@ def check_gmm(
                 f"unit stride along N."
             )
     return sizes["M"], sizes["N"]
+
+
+def _check_operands(op: str, name: str, operands: list[Tensor], impl: str) -> QuantFormat | None:
+    """A QuantTensor's operands (or one tensor) against each other, ``impl`` and the device; returns their format."""
+    fmt = format_of(operands[0].dtype)
+    four_bits = fmt is not None and fmt.bits == 4
+    if four_bits and len(operands) < 2:
+        raise DtypeError(
+            f"{op}: argument {name!r} is {operands[0].dtype}: 4-bit weights, two to a byte, come as a QuantTensor "
+            f"(lowgmm.quantize)."
+        )
+    packed = len(operands) > 1 and not (four_bits and operands[1].dim() == 3)
+    if packed and impl != "auto":
+        raise UnsupportedError(f"{op}: impl={impl!r} needs plain {name}; these were packed for the CPU.")
+    if four_bits and (impl == "triton" or operands[0].device.type != "cpu"):
+        raise UnsupportedError(
+            f"{op}: int4 {name} are not supported on cuda yet, only by the CPU backend. Quantise to int8 or fp8 there."
+        )
+    return fmt
+
+
+def _grouped(fmt: QuantFormat | None, scales: Tensor | None) -> bool:
+    """Do ``scales`` have an axis of groups?"""
+    return fmt is not None and fmt.bits == 4 and scales is not None and scales.dim() == 3
 
 
 def _check_gmm_dtypes(
@@ -173,37 +187,89 @@ def check_sizes(sizes: Tensor, offsets: Tensor | None) -> None:
 
 def check_moe(
     hidden: Tensor,
-    w13: Tensor | QuantTensor,
-    w2: Tensor | QuantTensor,
+    w13: Weights,
+    w2: Weights,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str,
-    clip: float | None,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+    impl: str,
 ) -> dict[str, int]:
-    """Everything about a moe_ffn call; returns the sizes T, H, A, E, I."""
+    """Everything about a moe_ffn call that does not need the tensors' contents; returns the sizes T, H, A, E, I."""
+    op = "moe_ffn"
+    check_impl(op, impl)
+    _check_spec(spec)
+    rows = "E 2I" if spec.gated else "E I"
     sizes = bind(
-        "moe_ffn",
+        op,
         hidden=(hidden, "T H"),
-        w13=(w13, "E 2I H"),
-        w2=(w2, "E H I"),
+        w13=(w13.operands[0], f"{rows} H"),
+        w2=(w2.operands[0], "E H I"),
         topk_ids=(topk_ids, "T A"),
         topk_weights=(topk_weights, "T A"),
+        bias_w13=(w13.bias, rows),
+        bias_w2=(w2.bias, "E H"),
+        scales_h=(scales_h, "E"),
     )
-    on: dict[str, Any] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
-    for name, w in (("w13", w13), ("w2", w2)):
-        on[name] = w.scales if isinstance(w, QuantTensor) else w
-        if not isinstance(w, QuantTensor):
-            hint = "Quantised weights come as a QuantTensor, which brings their scales (lowgmm.quantize)."
-            check_dtype("moe_ffn", name, w, (hidden.dtype,), hint)
-    check_device("moe_ffn", **on)
-    check_dtype("moe_ffn", "hidden", hidden, FLOATS)
-    check_dtype("moe_ffn", "topk_ids", topk_ids, (torch.int32, torch.int64))
-    check_dtype("moe_ffn", "topk_weights", topk_weights, FLOATS)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"moe_ffn: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}.")
-    if clip is not None and not isinstance(w13, QuantTensor):
-        raise ShapeError(f"moe_ffn: clip={clip} applies where hidden is quantised, but w13 is not a QuantTensor.")
+    for name, w, axes, inner in (("w13", w13, rows, "H"), ("w2", w2, "E H", "I")):
+        grouped = _grouped(_check_operands(op, name, w.operands, impl), w.scales)
+        shape = (w.scales, f"{axes} k" if grouped else f"{axes} 1?")
+        found = bind(op, **{name: (w.operands[0], f"{axes} {inner}"), f"scales_{name}": shape})
+        if grouped:
+            group_size(found[inner], found["k"])
+    if 0 in (sizes["H"], sizes["I"], sizes["E"]):
+        raise ShapeError(f"{op}: H, I and E must be at least 1, got {sizes}.")
+    check_dtype(op, "hidden", hidden, FLOATS)
+    check_dtype(op, "topk_ids", topk_ids, (torch.int32, torch.int64))
+    check_dtype(op, "topk_weights", topk_weights, FLOATS)
+    check_dtype(op, "scales_h", scales_h, FLOATS)
+    on: dict[str, Tensor | None] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    for name, w, inner in (("w13", w13, "H"), ("w2", w2, "I")):
+        _check_layer_weights(name, w, hidden.dtype, sizes[inner])
+        on |= {name: w.operands[-1], f"scales_{name}": w.scales, f"bias_{name}": w.bias}
+    check_device(op, scales_h=scales_h, **on)
+    if spec.clip is not None and (w13.scales is None or not spec.clip > 0):
+        raise ShapeError(
+            f"{op}: clip={spec.clip} applies where hidden is quantised (w13 a QuantTensor) and must be positive."
+        )
+    if spec.requantize != "token" and w2.scales is None:
+        raise ShapeError(f"{op}: requantize={spec.requantize!r} applies to a quantised w2, but w2 is not.")
+    if (scales_h is not None) != (spec.requantize == "static"):
+        raise ShapeError(f"{op}: scales_h [E] and requantize='static' belong together, got {spec.requantize!r}.")
     return sizes
+
+
+def _check_spec(spec: LayerSpec) -> None:
+    choices = {
+        "activation": (spec.activation, (*ACTIVATIONS, "swiglu_oai")),
+        "gate_up": (spec.gate_up, LAYOUTS),
+        "requantize": (spec.requantize, REQUANTIZE),
+    }
+    for name, (got, known) in choices.items():
+        if got not in known:
+            raise UnsupportedError(f"moe_ffn: {name} {got!r} is not one of {', '.join(known)}.")
+    if not spec.gated and (spec.activation == "swiglu_oai" or spec.limit is not None):
+        raise UnsupportedError("moe_ffn: swiglu_oai and limit need gate and up, but gate_up is 'none'.")
+    if spec.alpha is not None and spec.activation != "swiglu_oai":
+        raise UnsupportedError(f"moe_ffn: alpha belongs to swiglu_oai, but activation is {spec.activation!r}.")
+    if spec.limit is not None and not spec.limit > 0:
+        raise ShapeError(f"moe_ffn: limit is {spec.limit}, expected a positive bound or None.")
+
+
+def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int) -> None:
+    fmt = format_of(w.operands[0].dtype)
+    if (fmt is None) != (w.scales is None):
+        raise DtypeError(
+            f"moe_ffn: argument {name!r} is {w.operands[0].dtype} {'with' if w.scales is not None else 'without'} "
+            f"scales: quantised weights come as a QuantTensor (lowgmm.quantize), others alone."
+        )
+    if fmt is None:
+        hint = "Quantised weights come as a QuantTensor, which brings their scales (lowgmm.quantize)."
+        check_dtype("moe_ffn", name, w.operands[0], (hidden,), hint)
+    elif fmt.exact and inner > MAX_EXACT_K:
+        raise ShapeError(f"moe_ffn: {name} sums over {inner}, more than {MAX_EXACT_K}: INT32 could overflow.")
+    check_dtype("moe_ffn", f"scales_{name}", w.scales, FLOATS)
+    check_dtype("moe_ffn", f"bias_{name}", w.bias, FLOATS)
 
 
 def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:

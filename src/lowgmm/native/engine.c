@@ -213,6 +213,7 @@ void lowgmm_gmm(const struct gmm *args, int64_t isa, parallel_t parallel, unsign
 
 struct layer {
     struct weights w13, w2;     /* [E, 2I, H] gate rows first, [E, H, I] */
+    const float *bias_w13, *bias_w2; /* [E, 2I], [E, H] or NULL */
     const void *hidden;         /* [T, H] of kind, row stride in elements */
     const void *ids;            /* [T, A] int64 or int32, contiguous */
     const float *topk_weights;  /* [T, A] */
@@ -220,7 +221,7 @@ struct layer {
     char *scratch;              /* lowgmm_layer_scratch bytes */
     int64_t T, A, hidden_stride;
     int32_t kind, between, activation, ids_bytes;
-    float clip;
+    float alpha, limit, clip;
     int32_t unused;
 };
 
@@ -234,6 +235,7 @@ struct chunk {
 struct layer_job {
     const struct layer *a;
     const struct isa *isa;
+    struct gating gating;
     int64_t H, I, E, R;         /* R: slots that have an expert */
     int64_t fused;              /* gate and up blocks of the same channels are whole blocks of w13 */
     int64_t chunks, quantize_tasks, tokens_at_a_time, gate_up_blocks, down_blocks, combine_tasks;
@@ -284,6 +286,7 @@ static void describe(struct layer_job *j, const struct layer *a, const struct is
     memset(j, 0, sizeof *j);
     j->a = a;
     j->isa = isa;
+    j->gating = (struct gating){a->activation, a->between, a->alpha, a->limit};
     j->E = a->w13.E;
     j->H = a->w13.K;
     j->I = a->w2.K;
@@ -336,7 +339,7 @@ static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, co
     if (!j->fused) {
         x.out = (char *)j->gate_up;
         x.out_stride = 2 * j->I * 4;
-        block_of(isa, &a->w13, NULL, &x, c->expert, c->first, c->count, block, next, block * isa->channels);
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, c->first, c->count, block, next, block * isa->channels);
         return;
     }
     /* A few rows at a time, so that gate and up stay in the cache until the activation has combined them. */
@@ -350,13 +353,12 @@ static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, co
         int64_t n = least(whole, c->count - first), row = c->first + first;
         x.out_first = row;
         x.out = (char *)gate;
-        block_of(isa, &a->w13, NULL, &x, c->expert, row, n, block, up_at, 0);
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block, up_at, 0);
         x.out = (char *)up;
-        block_of(isa, &a->w13, NULL, &x, c->expert, row, n, up_block, next, 0);
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block, next, 0);
         for (int64_t r = 0; r < n; ++r)
-            isa->activate(gate + r * isa->channels, up + r * isa->channels,
-                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], isa->channels,
-                          a->activation, a->between);
+            isa->activate(&j->gating, gate + r * isa->channels, up + r * isa->channels,
+                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], isa->channels);
     }
 }
 
@@ -373,8 +375,7 @@ static void finish_gate_up(struct layer_job *j, struct chunk *c)
     for (int64_t row = c->first; row < c->first + c->count; ++row) {
         if (!j->fused) {
             const float *gate_up = j->gate_up + row * 2 * j->I;
-            j->isa->activate(gate_up, gate_up + j->I, j->h + row * j->I * kind_bytes[a->between], j->I, a->activation,
-                             a->between);
+            j->isa->activate(&j->gating, gate_up, gate_up + j->I, j->h + row * j->I * kind_bytes[a->between], j->I);
         }
         j->isa->quantize(&h, row);
     }
@@ -438,7 +439,7 @@ static void layer_work(void *data)
             int64_t task = ticket - gate_up_end, block = task % j->down_blocks;
             const struct chunk *c = &j->chunk[task / j->down_blocks];
             wait_for(&c->ready, 1);
-            block_of(isa, &a->w2, NULL, &down, c->expert, c->first, c->count, block, next, block * isa->channels);
+            block_of(isa, &a->w2, a->bias_w2, &down, c->expert, c->first, c->count, block, next, block * isa->channels);
             __atomic_add_fetch(&j->down_done, 1, __ATOMIC_RELEASE);
         } else {
             wait_for(&j->down_done, down_tasks);

@@ -22,7 +22,7 @@
 #include <stdint.h>
 
 enum kind { F32 = 0, BF16 = 1, F16 = 2, I32 = 3, I8 = 3 };
-enum activation { SILU = 0, GELU = 1 };
+enum activation { SILU = 0, GELU = 1, RELU2 = 2, NONE = 3, SWIGLU_OAI = 4 };
 enum { MAX_ROWS = 16, MAX_CHANNELS = 64, STEP_BYTES_PER_CHANNEL = 4 };
 
 /* Packed weights of E experts. */
@@ -70,6 +70,12 @@ union sums {
     float f[MAX_ROWS][MAX_CHANNELS];
 };
 
+/* h = act(gate) * up, gate clamped to at most `limit` and up to ±limit first (infinity: not at all), as layer.py defines it. */
+struct gating {
+    int32_t activation, out_kind;
+    float alpha, limit;
+};
+
 struct isa {
     const char *name;
     int (*supported)(void);
@@ -78,7 +84,7 @@ struct isa {
     int32_t pad8, pad4;          /* K of packed weights and of quantised rows is padded to a multiple of these */
     void (*tile)(const struct tile *, int rows);
     void (*quantize)(const struct quantize *, int64_t row);
-    void (*activate)(const float *gate, const float *up, void *out, int64_t n, int32_t activation, int32_t out_kind);
+    void (*activate)(const struct gating *, const float *gate, const float *up, void *out, int64_t n);
     void (*combine)(void *out, int32_t out_kind, const void *y, int32_t y_kind, const int64_t *position, const float *weights,
                     int64_t slots, int64_t n);
 };

@@ -176,12 +176,14 @@ FN float exp_of_negative(float x)
     return p * as_float((uint32_t)((int32_t)n + 127) << 23);
 }
 
-/* x * sigmoid(x), by e^-|x| so that nothing overflows. */
-FN float silu(float x)
+/* By e^-|x|, so that nothing overflows. */
+FN float sigmoid(float x)
 {
     float e = exp_of_negative(x < 0 ? x : -x);
-    return x * (x < 0 ? e : 1.0f) / (1.0f + e);
+    return (x < 0 ? e : 1.0f) / (1.0f + e);
 }
+
+FN float silu(float x) { return x * sigmoid(x); }
 
 /* x * (1 + erf(x / sqrt 2)) / 2 with Φ(-|x|) = φ(x) · rational(|x|) (Hart's 1968 form of the upper tail). */
 FN float gelu(float x)
@@ -206,15 +208,35 @@ FN float gelu(float x)
     return x * (x < 0 ? tail : 1.0f - tail);
 }
 
-TARGET static void activate_row(const float *restrict gate, const float *restrict up, void *restrict out, int64_t n,
-                                int32_t activation, int32_t out_kind)
+FN void activate_span(const struct gating *a, const float *restrict gate, const float *restrict up, float *restrict h,
+                      const int64_t n)
+{
+    const float limit = a->limit, alpha = a->alpha;
+    float g[SPAN], u[SPAN];
+    /* A NaN compares as false, and stays. */
+    for (int64_t i = 0; i < n; ++i) g[i] = gate[i] > limit ? limit : gate[i];
+    for (int64_t i = 0; i < n; ++i) u[i] = up[i] > limit ? limit : up[i] < -limit ? -limit : up[i];
+    switch (a->activation) {
+    case SILU: for (int64_t i = 0; i < n; ++i) h[i] = silu(g[i]) * u[i]; break;
+    case GELU: for (int64_t i = 0; i < n; ++i) h[i] = gelu(g[i]) * u[i]; break;
+    case RELU2: for (int64_t i = 0; i < n; ++i) h[i] = (g[i] < 0 ? 0.0f : g[i]) * (g[i] < 0 ? 0.0f : g[i]) * u[i]; break;
+    case SWIGLU_OAI: for (int64_t i = 0; i < n; ++i) h[i] = g[i] * sigmoid(alpha * g[i]) * (u[i] + 1.0f); break;
+    default: for (int64_t i = 0; i < n; ++i) h[i] = g[i] * u[i];
+    }
+}
+
+TARGET static void activate_row(const struct gating *a, const float *gate, const float *up, void *out, int64_t n)
 {
     float h[SPAN];
+    if (n == CHANNELS) { /* the usual case: a block, its loops unrolled */
+        activate_span(a, gate, up, h, CHANNELS);
+        narrow(out, 0, h, CHANNELS, a->out_kind);
+        return;
+    }
     for (int64_t k = 0; k < n; k += SPAN) {
         int64_t m = n - k < SPAN ? n - k : SPAN;
-        if (activation == SILU) for (int64_t i = 0; i < m; ++i) h[i] = silu(gate[k + i]) * up[k + i];
-        else for (int64_t i = 0; i < m; ++i) h[i] = gelu(gate[k + i]) * up[k + i];
-        narrow(out, k, h, m, out_kind);
+        activate_span(a, gate + k, up + k, h, m);
+        narrow(out, k, h, m, a->out_kind);
     }
 }
 
