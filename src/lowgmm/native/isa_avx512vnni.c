@@ -14,67 +14,108 @@ static int supported(void)
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 }
 
-FN __m512i row_at(const int8_t *x)
+/* acc + w · x, the same four bytes of x for each of the 16 channels. The broadcast is an operand from memory: GCC would rather spend
+ * a register on it, of which 28 sums and 4 vectors of weights leave none. */
+FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 {
-    int32_t four;
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    int32_t four; /* sanitizers do not see what assembly reads */
     memcpy(&four, x, 4);
-    return _mm512_set1_epi32(four);
+    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
+#else
+    typedef struct __attribute__((packed, may_alias)) { int32_t four; } bytes;
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const bytes *)x));
+    return acc;
+#endif
 }
 
-/* Few rows: the stream itself, a little ahead, and on to the next block at its end, so that none starts by waiting for memory.
- * Many rows: the next block, into L2; four tiles fetch the four cache lines of each step. */
-FN void fetch(const struct tile *t, const uint8_t *w, int64_t step, const int rows)
-{
-    if (rows <= FEW) {
-        int64_t over = (step + AHEAD / STEP - t->steps) * STEP;
-        const uint8_t *from = over < 0 ? w + AHEAD : t->next + over;
-#pragma GCC unroll 4
-        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)from + 64 * c, _MM_HINT_T0);
-    } else if (t->quarter >= 0) {
-        _mm_prefetch((const char *)t->next + STEP * step + 64 * t->quarter, _MM_HINT_T1);
+/* What to fetch at each step. Few rows: the stream itself, a little ahead, and on to the next block at its end, so that none starts
+ * by waiting for memory. Many rows: the next block, into L2; four tiles fetch the four cache lines of each step.
+ *
+ * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
+#define FETCH()                                                                                                                \
+    if (rows <= FEW) {                                                                                                         \
+        if (step == turn) ahead = t->next - AHEAD - step * STEP;                                                               \
+        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)ahead + AHEAD + step * STEP + 64 * c, _MM_HINT_T0);       \
+    } else {                                                                                                                   \
+        _mm_prefetch((const char *)ahead + step * STEP, _MM_HINT_T1);                                                          \
     }
-}
+#define START(from)                                                                                                            \
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                                                     \
+        _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_set1_epi32(from)
 
-FN void dot_step(__m512i (*acc)[COLUMNS], const struct tile *t, int64_t step, const int rows, const int bits)
+/* Where prefetching starts, and the step from which it goes on in the next block. */
+#define PLAN()                                                                                                                 \
+    const uint8_t *ahead = rows <= FEW ? t->w : t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                              \
+    const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
+    (void)turn
+
+FN void dot8(const struct tile *t, union sums *s, const int rows)
 {
-    const uint8_t *w = t->w + step * STEP;
-    fetch(t, w, step, rows);
-    if (bits == 8) {
+    __m512i acc[ROWS][COLUMNS];
+    START(t->start[r][0]);
+    PLAN();
+    const int64_t steps = t->steps;
+    const uint8_t *w = t->w;
+    const int8_t *x[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) x[r] = t->x[r];
+    for (int64_t step = 0; step < steps; ++step, w += STEP) {
+        FETCH();
         __m512i b[COLUMNS];
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) b[c] = _mm512_loadu_si512(w + 64 * c);
 #pragma GCC unroll 8
         for (int r = 0; r < rows; ++r) {
-            __m512i a = row_at(t->x[r] + 4 * step);
 #pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], b[c], a);
+            for (int c = 0; c < COLUMNS; ++c) acc[r][c] = dot_at(acc[r][c], b[c], x[r] + 4 * step);
         }
-        return;
     }
-    const __m512i low = _mm512_set1_epi8(15);
-#pragma GCC unroll 4
-    for (int c = 0; c < COLUMNS; ++c) {
-        __m512i v = _mm512_loadu_si512(w + 64 * c);
-        __m512i first = _mm512_and_si512(v, low), second = _mm512_and_si512(_mm512_srli_epi16(v, 4), low);
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r) {
-            acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], first, row_at(t->x[r] + 8 * step));
-            acc[r][c] = _mm512_dpbusd_epi32(acc[r][c], second, row_at(t->x[r] + 8 * step + 4));
-        }
-    }
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; ++c) _mm512_storeu_si512(&s->i[r][16 * c], acc[r][c]);
 }
 
-FN void dot(const struct tile *t, union sums *s, const int rows, const int bits)
+FN __m512 scales_at(const struct tile *t, const float *scales, int c)
+{
+    if (t->channels >= CHANNELS) return _mm512_loadu_ps(scales + 16 * c); /* masked accesses are many times slower on Zen 4 */
+    int64_t left = t->channels - 16 * c;
+    return _mm512_maskz_loadu_ps(left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1), scales + 16 * c);
+}
+
+FN void dot4(const struct tile *t, union sums *s, const int rows)
 {
     const int one_group = t->steps <= t->group_steps;
-    for (int64_t group = 0, step = 0; step < t->steps; ++group) {
-        int64_t end = step + t->group_steps < t->steps ? step + t->group_steps : t->steps;
-        __m512i acc[ROWS][COLUMNS];
+    const __m512i low = _mm512_set1_epi8(15);
+    PLAN();
+    const int64_t steps = t->steps, group_steps = t->group_steps;
+    const uint8_t *w = t->w;
+    const int8_t *x[ROWS];
 #pragma GCC unroll 8
-        for (int r = 0; r < rows; ++r)
+    for (int r = 0; r < rows; ++r) x[r] = t->x[r];
+    for (int64_t group = 0, step = 0; step < steps; ++group) {
+        const int64_t end = step + group_steps < steps ? step + group_steps : steps;
+        const float *scales = t->scales_w + group * t->scale_group;
+        if (!one_group)
+            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(scales + 4 * t->scale_group + 16 * c), _MM_HINT_T0);
+        __m512i acc[ROWS][COLUMNS];
+        START(t->start[r][group]);
+        for (; step < end; ++step, w += STEP) {
+            FETCH();
 #pragma GCC unroll 4
-            for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_set1_epi32(t->start[r][group]);
-        for (; step < end; ++step) dot_step(acc, t, step, rows, bits);
+            for (int c = 0; c < COLUMNS; ++c) {
+                __m512i first = _mm512_and_si512(_mm512_loadu_si512(w + 64 * c), low);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) acc[r][c] = dot_at(acc[r][c], first, x[r] + 8 * step);
+            }
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c) {
+                __m512i second = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + 64 * c), 4), low);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) acc[r][c] = dot_at(acc[r][c], second, x[r] + 8 * step + 4);
+            }
+        }
         if (one_group) {
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r)
@@ -82,12 +123,9 @@ FN void dot(const struct tile *t, union sums *s, const int rows, const int bits)
                 for (int c = 0; c < COLUMNS; ++c) _mm512_storeu_si512(&s->i[r][16 * c], acc[r][c]);
             return;
         }
-        const float *scales = t->scales_w + group * t->scale_group;
-        _mm_prefetch((const char *)(scales + t->scale_group), _MM_HINT_T0);
 #pragma GCC unroll 4
         for (int c = 0; c < COLUMNS; ++c) {
-            __mmask16 m = t->channels - 16 * c >= 16 ? 0xffff : t->channels <= 16 * c ? 0 : (1u << (t->channels - 16 * c)) - 1;
-            __m512 scale = m == 0xffff ? _mm512_loadu_ps(scales + 16 * c) : _mm512_maskz_loadu_ps(m, scales + 16 * c);
+            const __m512 scale = scales_at(t, scales, c);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r) {
                 __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][c]), scale);
@@ -98,7 +136,7 @@ FN void dot(const struct tile *t, union sums *s, const int rows, const int bits)
     }
 }
 
-#define CASE(n) case n: dot(t, &s, n, bits); break;
+#define CASE(n) case n: bits == 8 ? dot8(t, &s, n) : dot4(t, &s, n); break;
 FN void tile_of(const struct tile *t, int rows, const int bits)
 {
     union sums s;
