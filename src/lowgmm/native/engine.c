@@ -15,8 +15,6 @@
 
 enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000 };
 
-typedef void (*parallel_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
-
 static const int64_t kind_bytes[] = {4, 2, 2, 4};
 
 /* ---- instruction sets ---------------------------------------------------------------------------------------------------- */
@@ -35,16 +33,13 @@ static const struct isa *const all[] = {
     &lowgmm_scalar,
 };
 
-/* The name of the i-th instruction set that was compiled, best first; NULL behind the last. */
 const char *lowgmm_isa_name(int64_t i)
 {
     return i >= 0 && i < (int64_t)(sizeof all / sizeof *all) ? all[i]->name : NULL;
 }
 
-const struct isa *lowgmm_isa(int64_t i) { return all[i]; }
 int lowgmm_isa_supported(int64_t i) { return all[i]->supported(); }
 
-/* What packing needs to know: channels, w + 128 or w, padding of K for 8 and 4 bits. */
 void lowgmm_isa_layout(int64_t i, int32_t layout[4])
 {
     layout[0] = all[i]->channels;
@@ -157,17 +152,6 @@ void lowgmm_quantize(const struct quantize *args, int64_t isa, parallel_t parall
 
 /* ---- gmm ----------------------------------------------------------------------------------------------------------------- */
 
-struct gmm {
-    struct weights w;
-    const int8_t *x;        /* [M, x_stride]: K values, then zeros */
-    const int32_t *start;   /* [M, groups] */
-    const float *scales_x;  /* [M] or NULL */
-    const float *bias;      /* [E, N] or NULL */
-    char *out;              /* [M, N] of out_kind, row stride in elements */
-    const int64_t *offsets; /* [E+1] */
-    int64_t x_stride, out_stride, out_kind;
-};
-
 struct gmm_job {
     struct gmm args;
     const struct isa *isa;
@@ -210,20 +194,6 @@ void lowgmm_gmm(const struct gmm *args, int64_t isa, parallel_t parallel, unsign
 }
 
 /* ---- the expert layer ---------------------------------------------------------------------------------------------------- */
-
-struct layer {
-    struct weights w13, w2;     /* [E, 2I, H] gate rows first, [E, H, I] */
-    const float *bias_w13, *bias_w2; /* [E, 2I], [E, H] or NULL */
-    const void *hidden;         /* [T, H] of kind, row stride in elements */
-    const void *ids;            /* [T, A] int64 or int32, contiguous */
-    const float *topk_weights;  /* [T, A] */
-    void *out;                  /* [T, H] of kind, contiguous */
-    char *scratch;              /* lowgmm_layer_scratch bytes */
-    int64_t T, A, hidden_stride;
-    int32_t kind, between, activation, ids_bytes;
-    float alpha, limit, clip;
-    int32_t unused;
-};
 
 /* Sorted rows of one expert: at most ROW_CHUNK of them. */
 struct chunk {
@@ -463,7 +433,6 @@ void lowgmm_layer(const struct layer *a, int64_t isa, parallel_t parallel, unsig
     run(parallel, threads, layer_work, &j);
 }
 
-/* Sizes of the argument structs: what Python declares must be what was compiled. */
 int64_t lowgmm_layout(void)
 {
     return (int64_t)(sizeof(struct quantize) << 40 | sizeof(struct gmm) << 20 | sizeof(struct layer));

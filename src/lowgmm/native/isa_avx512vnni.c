@@ -5,7 +5,7 @@ enum { CHANNELS = 64 };
 #include "rows.h"
 #include <immintrin.h>
 
-enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 2048 };
+enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 4096 };
 
 static int supported(void)
 {

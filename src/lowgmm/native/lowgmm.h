@@ -36,6 +36,9 @@ struct weights {
     int64_t bits;                /* 8 or 4 */
 };
 
+/* Runs work(data) on so many threads at once and waits for them: GOMP_parallel's signature. NULL: this thread alone. */
+typedef void (*parallel_t)(void (*work)(void *), void *data, unsigned threads, unsigned flags);
+
 /* Rows to quantise, or int8 rows to copy and sum. */
 struct quantize {
     const void *x;               /* [rows, K] of kind, row stride in elements */
@@ -48,6 +51,45 @@ struct quantize {
     int32_t unused;
     int64_t next;                /* ticket */
 };
+
+/* A grouped matmul. */
+struct gmm {
+    struct weights w;
+    const int8_t *x;        /* [M, x_stride]: K values, then zeros */
+    const int32_t *start;   /* [M, groups] */
+    const float *scales_x;  /* [M] or NULL */
+    const float *bias;      /* [E, N] or NULL */
+    char *out;              /* [M, N] of out_kind, row stride in elements */
+    const int64_t *offsets; /* [E+1] */
+    int64_t x_stride, out_stride, out_kind;
+};
+
+/* An expert layer. */
+struct layer {
+    struct weights w13, w2;     /* [E, 2I, H] gate rows first, [E, H, I] */
+    const float *bias_w13, *bias_w2; /* [E, 2I], [E, H] or NULL */
+    const void *hidden;         /* [T, H] of kind, row stride in elements */
+    const void *ids;            /* [T, A] int64 or int32, contiguous */
+    const float *topk_weights;  /* [T, A] */
+    void *out;                  /* [T, H] of kind, contiguous */
+    char *scratch;              /* lowgmm_layer_scratch bytes */
+    int64_t T, A, hidden_stride;
+    int32_t kind, between, activation, ids_bytes;
+    float alpha, limit, clip;
+    int32_t unused;
+};
+
+/* The C ABI. `isa` is an index of lowgmm_isa_name. Safe from several threads at once, each with its own output and scratch. */
+const char *lowgmm_isa_name(int64_t isa);  /* best first; NULL behind the last */
+int lowgmm_isa_supported(int64_t isa);
+void lowgmm_isa_layout(int64_t isa, int32_t layout[4]); /* channels, unsigned8, pad8, pad4: see struct isa */
+void lowgmm_quantize(const struct quantize *, int64_t isa, parallel_t, unsigned threads);
+void lowgmm_gmm(const struct gmm *, int64_t isa, parallel_t, unsigned threads);
+int64_t lowgmm_layer_scratch(const struct layer *, int64_t isa); /* bytes */
+void lowgmm_layer(const struct layer *, int64_t isa, parallel_t, unsigned threads);
+int64_t lowgmm_layout(void);               /* sizes of the argument structs: what Python declares must be what was compiled */
+
+/* ---- between engine.c and isa_*.c -------------------------------------------------------------------------------------- */
 
 /* One tile: up to isa.rows rows by one block of channels. */
 struct tile {
