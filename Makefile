@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 DEMO_ARGS ?=
+BENCH_ARGS ?=
 PYTEST_ARGS ?=
 
 PY := $(VENV)/bin/python
@@ -20,7 +21,7 @@ SHARE_BASE := import sys; print("import site; list(map(site.addsitedir, %r))" \
 KEEP := import importlib.metadata as m; \
 	print(*{f"{d.name}=={d.version}" for d in m.distributions() if d.name in ("torch", "triton")}, sep="\n")
 
-.PHONY: help demo test lint types unit size clean
+.PHONY: help demo test lint types unit bench size clean
 
 help: ## list the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +40,9 @@ types: $(VENV)/.dev ## mypy, strict
 
 unit: $(VENV)/.dev ## pytest; PYTEST_ARGS="-k routing -x" narrows it
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+bench: $(VENV)/.demo ## on a GPU: time every case in every format, and plot; BENCH_ARGS="--cases gpt-oss-16 --limit 60"
+	$(PY) bench/gmm.py --output bench/results/gmm.jsonl $(BENCH_ARGS)
 
 size: ## lines of each file, longest first
 	@find src tests bench examples -name '*.py' 2>/dev/null | xargs wc -l | sort -rn

@@ -1,94 +1,194 @@
 """What balancing is worth: one grouped matmul with its tiles handed out in four ways, on even and skewed experts.
 
-    python bench/launch_modes.py --output bench/results/launch_modes.jsonl
+    python bench/launch_modes.py --output bench/results/launch_modes_h200.jsonl    # measure, plot; needs a GPU
+    python bench/launch_modes.py --render bench/results/launch_modes_h200.jsonl    # write the table of docs/
 
 `expert` is the article's first version (one program per expert), `queue` its dynamic task queue. Every output is
-checked against the fp64 oracle before it is timed; the launches take turns. Needs a GPU.
+checked against the fp64 oracle before it is timed; the launches take turns.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Callable
+import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from common import (
+    CUDA,
+    DTYPES,
+    Job,
+    Lines,
+    Loaded,
+    compile_in_parallel,
+    compile_once,
+    distinct,
+    median_us,
+    problem_of,
+    read_lines,
+    require_gpu,
+    share,
+)
+from plot import OTHERS, bars, document
 
-import lowgmm
-from lowgmm import environment, timing
+from lowgmm import roofline, timing
 from lowgmm.gpu import describe
-from lowgmm.testing import Operands, judge, make_operands
-from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick
-from lowgmm.workloads import GMM_CASES, GmmCase
+from lowgmm.tune import LAUNCHES, Problem, TileConfig, candidates, predict, supports
+from lowgmm.workloads import LAUNCH_CASES, GmmCase
 
-FORMATS = ("int8", "fp8", "bfloat16")
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "launch_modes.md"
+START, END = "<!-- rendered by bench/launch_modes.py: start -->", "<!-- rendered by bench/launch_modes.py: end -->"
+ARTICLE_QUEUE, WARPS = "queue, 32x64 tiles", "queue, warps specialised"
+ORDER = (*("expert", "grid", "persistent", "queue"), ARTICLE_QUEUE, WARPS)
 
 
 def configs(problem: Problem) -> dict[str, TileConfig]:
-    """The picked tile in each launch mode; for the queue also with the article's 32-row tile."""
-    base = pick(problem, describe(torch.device("cuda")))
-    found = {launch: replace(base, launch=launch) for launch in LAUNCHES}
-    article = replace(base, block_m=32, block_n=64, swap_ab=True, launch="queue", programs_per_sm=4, num_warps=4)
-    return {**found, "queue, 32x64 tiles": article}
+    """The best portable tile in each launch mode; for the queue also the article's 32x64 tile, and the best of the
+    warp-specialised kernel, which always draws from a queue."""
+    gpu = describe(CUDA)
+    ranked = sorted(candidates(problem, gpu), key=lambda c: predict(problem, c, gpu))
+    base = next(c for c in ranked if not c.warp_specialize)
+    per_sm = max(base.programs_per_sm, 2 if base.num_warps == 4 else 1)
+    found = {launch: replace(base, launch=launch, programs_per_sm=per_sm) for launch in LAUNCHES}
+    found[ARTICLE_QUEUE] = TileConfig(
+        32, 64, 256 // problem.element_size, True, gpu.tma, launch="queue", programs_per_sm=4, num_stages=4
+    )
+    if special := [c for c in ranked if c.warp_specialize]:
+        found[WARPS] = special[0]
+    return {name: config for name, config in found.items() if supports(problem, config, gpu) is None}
 
 
-def rivals(case: GmmCase, format: str) -> list[timing.Rival]:
-    o = make_operands(case.sizes, case.N, case.K, format, device="cuda")
-    offsets, out_dtype = o.offsets, torch.bfloat16
-    exact, baseline = o.exact(), o.baseline(out_dtype)
-    device = torch.device("cuda")
-    copies = timing.weight_sets(o.w.numel() * o.w.element_size(), device)
-    weights = [o.weights] + [Operands(**{**o.__dict__, "w": o.w.clone()}).weights for _ in range(copies - 1)]
+def work(cases: Sequence[str], formats: Sequence[str]) -> list[tuple[GmmCase, str, dict[str, TileConfig]]]:
+    return [(LAUNCH_CASES[c], f, configs(problem_of(LAUNCH_CASES[c], f))) for c in cases for f in formats]
 
-    def check(_: int, y: Tensor) -> None:
-        verdict = judge(y, exact, baseline)
-        assert verdict.ok, str(verdict)
 
-    def call(w: object, config: TileConfig) -> Callable[[], Tensor]:
-        return lambda: lowgmm.gmm(
-            o.x,
-            w,
-            o.scales_x,
-            expert_offsets=offsets,
-            out_dtype=out_dtype,
-            config=config,  # type: ignore[arg-type]
-        )
+def measure(args: argparse.Namespace) -> None:
+    require_gpu()
+    todo = work(args.cases, args.formats)
+    jobs: list[Job] = [(format, config, case) for case, format, by in todo for config in by.values()]
+    if args.compile_only:
+        for format, config, case in share(jobs, args.compile_only):
+            compile_once(format, config, case)
+        return
+    compile_in_parallel(["--cases", *args.cases, "--formats", *args.formats], len(distinct(jobs)))
+    machine = timing.measure_machine(CUDA, tuple(args.formats))
+    out = Lines(args.output, read_bandwidth=machine.bandwidth, dense_rates=dict(machine.peaks))
+    for case, format, by in todo:
+        loaded = Loaded(case, format)
+        rivals = [loaded.rival(name, config) for name, config in by.items()]
+        for t in timing.interleave(rivals, CUDA, rounds=15, seconds=args.seconds):
+            line = {"case": case.name, "format": format, "launch": t.name, "config": str(by[t.name]), **median_us(t)}
+            out.add(**line)
+            part = of_roof(out.lines[0], line)
+            print(
+                f"{case.name:17} {format:5} {t.name:20} {by[t.name]!s:42} {line['us']:8.1f} µs {part:4.0%}", flush=True
+            )
+        del loaded, rivals
+        torch.cuda.empty_cache()
+    if args.output:
+        args.output.with_suffix(".svg").write_text(picture(out.lines[0], out.lines[1:]), encoding="utf-8")
 
-    problem = Problem(case.E, case.M, case.N, case.K, o.x.dtype)
-    return [
-        timing.Rival(f"{name} | {config}", [call(w, config) for w in weights], check)
-        for name, config in configs(problem).items()
+
+def of_roof(head: dict[str, Any], line: dict[str, Any]) -> float:
+    """Floor over time, by the rates that the file itself records."""
+    rates = head.get("dense_rates", roofline.H200.peaks)
+    machine = roofline.Machine(head["environment"]["device_name"], head["read_bandwidth"], rates)
+    case = LAUNCH_CASES[line["case"]]
+    load = roofline.Load(case.N, case.K, case.sizes, line["format"])
+    return roofline.share_of_roof(load, machine, line["us"] * 1e-6)
+
+
+def shown(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, dict[str, Any]]]:
+    """Lines by (case, format), then by launch, in the order of the cases."""
+    found: dict[tuple[str, str], dict[str, dict[str, Any]]] = {}
+    for case in LAUNCH_CASES:
+        for format in DTYPES:
+            by = {ln["launch"]: ln for ln in lines if (ln["case"], ln["format"]) == (case, format)}
+            if by:
+                found[case, format] = by
+    return found
+
+
+def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    """The document's part that comes from a result file: a table, and what it says of the article's claim."""
+    env, table = head["environment"], shown(lines)
+    order = [launch for launch in ORDER if any(launch in by for by in table.values())]
+    what = f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env.get('commit', '?')[:12]}"
+    out = [
+        f"{what}, `bench/results/{name}`. µs, and in brackets the share of the roof; the fastest is bold.",
+        "",
+        f"| sizes | format | {' | '.join(order)} |",
+        f"|---|---|{'---|' * len(order)}",
     ]
+    for (case, format), by in table.items():
+        best, cells = min(ln["us"] for ln in by.values()), []
+        for launch in order:
+            if launch not in by:
+                cells.append("–")
+                continue
+            ln = by[launch]
+            cell = f"{ln['us']:.0f} ({of_roof(head, ln):.0%})"
+            cells.append(f"**{cell}**" if ln["us"] == best else cell)
+        out.append(f"| {case} | {format} | {' | '.join(cells)} |")
+    claims = []
+    for (case, format), by in table.items():
+        if case == "article-skewed" and "expert" in by:
+            launch, after = min(((n, ln) for n, ln in by.items() if n != "expert"), key=lambda item: item[1]["us"])
+            parts = [f"{of_roof(head, ln):.0%}" for ln in (by["expert"], after)]
+            claims.append(f"{format} from {parts[0]} (`expert`) to {parts[1]} (`{launch}`)")
+    if claims:
+        out += ["", f"On the article's skewed sizes, balancing takes us, in share of the roof: {'; '.join(claims)}."]
+    return "\n".join(out)
+
+
+def rendered(text: str, part: str) -> str:
+    """``text`` with ``part`` between its two marks."""
+    pattern = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise SystemExit(f"expected the marks {START} and {END} once")
+    return pattern.sub(lambda _: f"{START}\n{part}\n{END}", text)
+
+
+def picture(head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    """Share of the roof by launch, a panel per format."""
+    panels, table = [], shown(lines)
+    for format in DTYPES:
+        groups = [case for case, f in table if f == format]
+        if groups:
+            series = {
+                launch: [
+                    100 * of_roof(head, table[c, format][launch]) if launch in table[c, format] else None
+                    for c in groups
+                ]
+                for launch in ORDER
+                if any(launch in table[c, format] for c in groups)
+            }
+            panels.append(
+                bars(f"{format}: share of the roof by launch", groups, series, OTHERS[: len(series)], unit="%", top=100)
+            )
+    return document(1180, panels)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True, help="JSONL file to write")
-    parser.add_argument(
-        "--cases", nargs="*", default=[c for c in GMM_CASES if c.startswith("article")], choices=list(GMM_CASES)
-    )
+    parser.add_argument("--output", type=Path, help="JSONL file to write; an SVG of the same name goes beside it")
+    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser.add_argument("--cases", nargs="*", default=list(LAUNCH_CASES), choices=list(LAUNCH_CASES), metavar="CASE")
+    parser.add_argument("--formats", nargs="*", default=["int8", "fp8"], choices=list(DTYPES), metavar="FORMAT")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of timing per case and format (2)")
+    parser.add_argument("--compile-only", metavar="PART/OF", help="fill Triton's cache with this share, time nothing")
     args = parser.parse_args()
-    device = torch.device("cuda")
-    lines = [json.dumps({"environment": environment.record(device), "read_bandwidth": timing.read_bandwidth(device)})]
-    for case in (GMM_CASES[name] for name in args.cases):
-        for format in FORMATS:
-            size = case.E * case.N * case.K * (2 if format == "bfloat16" else 1)
-            for t in timing.interleave(rivals(case, format), device, rounds=15, seconds=3):
-                launch, config = t.name.split(" | ")
-                line = {"case": case.name, "format": format, "launch": launch, "config": config}
-                line |= {"us": t.median_s * 1e6, "p20": t.p20_s * 1e6, "p80": t.p80_s * 1e6, "method": t.method}
-                line["weights_tb_per_s"] = size / t.median_s / 1e12
-                lines.append(json.dumps(line))
-                print(
-                    f"{case.name:17} {format:9} {launch:20} {config:40} {line['us']:8.1f} µs "
-                    f"{line['weights_tb_per_s']:5.2f} TB/s",
-                    flush=True,
-                )
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text("\n".join(lines) + "\n")
+    if args.render is None:
+        measure(args)
+        return
+    head, lines = read_lines(args.render)
+    text = rendered(DOCUMENT.read_text(encoding="utf-8"), render(args.render.name, head, lines))
+    DOCUMENT.write_text(text, encoding="utf-8")
+    args.render.with_suffix(".svg").write_text(picture(head, lines), encoding="utf-8")
+    print(f"wrote {DOCUMENT} and {args.render.with_suffix('.svg')}")
 
 
 if __name__ == "__main__":

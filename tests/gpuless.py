@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,11 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.language import NVMMASharedLayout
 
 from lowgmm.kernels.grouped_mm import PROMOTE_EVERY, grouped_mm_kernel
+from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
@@ -69,46 +73,46 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     element, integer = ELEMENT[problem.dtype], not problem.dtype.is_floating_point
     if target.backend == "hip" and element == "fp8e4nv":
         element = "fp8e4b8"
-    pointers = dict.fromkeys(("offsets", "table", "ticket"), "*i32")
-    x, w = f"*{element}", f"*{element}"
-    if config.tma:
-        x = f"tensordesc<{element}[{config.block_m}, {config.block_k}]>"
-        w = f"tensordesc<{element}[{config.block_n}, {config.block_k}]>"
-    scales = "*fp32" if scaled else "constexpr"
-    constants: dict[str, Any] = {
-        "bias": None,
-        "LAUNCH": LAUNCHES.index(config.launch),
-        "GROUPS": triton.next_power_of_2(problem.E + 1),
-        "BM": config.block_m,
-        "BN": config.block_n,
-        "BK": config.block_k,
-        "SWAP": config.swap_ab,
-        "TMA": config.tma,
-        "EVEN_K": problem.K % config.block_k == 0,
-        "STAGES": config.num_stages,
-        "ACC": tl.int32 if integer else tl.float32,
-        "PROMOTE": min(PROMOTE_EVERY, config.block_k) if problem.dtype == torch.float8_e4m3fn else 0,
-        "SCALED_X": scaled,
-        "SCALED_W": scaled,
-        "BIAS": False,
-    }
+    promoted = problem.dtype == torch.float8_e4m3fn
+    bm, bn, bk = config.block_m, config.block_n, config.block_k
+    constants: dict[str, Any] = {"BM": bm, "BN": bn, "BK": bk, "STAGES": config.num_stages, "BIAS": False}
+    constants |= {"bias": None, "SCALED_X": scaled, "SCALED_W": scaled}
     if not scaled:
         constants |= {"scales_x": None, "scales_w": None}
-    signature = {"x": x, "w": w, "y": "*bf16", "scales_x": scales, "scales_w": scales, **pointers}
-    signature |= dict.fromkeys(("M", "E", "N", "K", "stride_xm", "stride_we", "stride_wn", "stride_ym"), "i32")
-    signature |= dict.fromkeys(constants, "constexpr")
-    names = grouped_mm_kernel.arg_names
+    if config.warp_specialize:
+        layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
+        constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promoted}
+        x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, bn // 2))
+        kernel, source_type = hopper_kernel, GluonASTSource
+    else:
+        constants |= {
+            "LAUNCH": LAUNCHES.index(config.launch),
+            "GROUPS": triton.next_power_of_2(problem.E + 1),
+            "SWAP": config.swap_ab,
+            "TMA": config.tma,
+            "EVEN_K": problem.K % bk == 0,
+            "ACC": tl.int32 if integer else tl.float32,
+            "PROMOTE": min(PROMOTE_EVERY, bk) if promoted else 0,
+        }
+        x = w = f"*{element}"
+        if config.tma:
+            x, w = (f"tensordesc<{element}[{rows}, {bk}]>" for rows in (bm, bn))
+        kernel, source_type = grouped_mm_kernel, ASTSource
+    types = {"x": x, "w": w, "y": "*bf16", "scales_x": "*fp32", "scales_w": "*fp32"}
+    types |= dict.fromkeys(("offsets", "table", "ticket"), "*i32") | dict.fromkeys(constants, "constexpr")
+    signature = {name: types.get(name, "i32") for name in kernel.arg_names}
     divisible = {"x", "w", "y", "scales_x", "scales_w", "N", "K", "stride_xm", "stride_we", "stride_wn", "stride_ym"}
     attrs = {
         (i,): [["tt.divisibility", 16]]
-        for i, n in enumerate(names)
-        if n in divisible and not signature[n].startswith(("tensordesc", "constexpr"))
+        for i, (name, kind) in enumerate(signature.items())
+        if name in divisible and not kind.startswith(("tensordesc", "constexpr"))
     }
-    source = ASTSource(grouped_mm_kernel, {n: signature[n] for n in names}, constants, attrs)
-    kernel = triton.compile(
-        source, target=target, options={"num_warps": config.num_warps, "num_stages": config.num_stages}
-    )
-    return report(kernel.asm, kernel.metadata.shared)
+    source = source_type(kernel, signature, constants, attrs)
+    options = {"num_warps": config.num_warps}
+    if not config.warp_specialize:
+        options["num_stages"] = config.num_stages
+    compiled = triton.compile(source, target=target, options=options)
+    return report(compiled.asm, compiled.metadata.shared)
 
 
 def main() -> None:
@@ -120,13 +124,24 @@ def main() -> None:
 
 
 def compile_all(requests: list[dict[str, Any]]) -> list[dict[str, int]]:
-    """Reports for ``requests`` (E, M, N, K, dtype, config, target), compiled by one process without the interpreter."""
+    """Reports for ``requests`` (E, M, N, K, dtype, config, target), compiled without the interpreter by a process per
+    core.
+
+    A compilation takes seconds. Triton keeps it on disk, so that the next run takes none, and reports are counted anew.
+    """
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    lines = "\n".join(json.dumps(r) for r in requests)
-    done = subprocess.run([sys.executable, __file__], input=lines, capture_output=True, text=True, env=env)
-    if done.returncode:
-        raise RuntimeError(f"compiling failed:\n{done.stderr[-4000:]}")
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    parts = max(1, min(8, len(requests), os.cpu_count() or 1))
+
+    def compile_part(part: int) -> list[dict[str, int]]:
+        lines = "\n".join(json.dumps(r) for r in requests[part::parts])
+        done = subprocess.run([sys.executable, __file__], input=lines, capture_output=True, text=True, env=env)
+        if done.returncode:
+            raise RuntimeError(f"compiling failed:\n{done.stderr[-4000:]}")
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(parts) as pool:
+        reports = list(pool.map(compile_part, range(parts)))
+    return [reports[i % parts][i // parts] for i in range(len(requests))]
 
 
 if __name__ == "__main__":

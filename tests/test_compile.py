@@ -1,6 +1,8 @@
-"""What the launcher picks compiles without a GPU: it fits, does not spill, and uses the matrix instruction it should.
+"""Whatever the launcher may pick compiles without a GPU: it fits, does not spill, and uses the matrix instruction it
+should.
 
-``pick`` chooses on Hopper facts here; the older and other targets compile what it chooses for *their* facts.
+All of it: every candidate of the shipped tables and every measured entry on Hopper, and what the same functions choose
+from on the facts of other targets, with operands that TMA can address and with operands that it cannot.
 """
 
 from __future__ import annotations
@@ -11,8 +13,10 @@ from typing import Any
 import pytest
 import torch
 
+from lowgmm import tune_cache
+from lowgmm.formats import format_of
 from lowgmm.gpu import H200, Gpu
-from lowgmm.tune import Problem, pick
+from lowgmm.tune import Problem, TileConfig, candidates, pick
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
@@ -23,20 +27,36 @@ GPUS = {
     "sm100": Gpu("NVIDIA B200", (10, 0), sms=148, shared_memory=232_448),
     "gfx942": Gpu("AMD MI300X", (9, 4), sms=304, shared_memory=65_536, backend="hip"),
 }
-ROWS = {"sm90": (16, 32, 64, 512), "sm80": (16, 512), "sm100": (16, 512), "gfx942": (16, 512)}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+ALIGNED, UNALIGNED = 4096, 4096 + 8
+"""K with which every operand is fit for TMA, and K with which rows of 8-bit operands are not 16-byte multiples."""
+
+
+def choices(gpu: Gpu, dtype: torch.dtype, k_size: int) -> set[TileConfig]:
+    """Every configuration that a problem of any number of rows can get."""
+    found = set()
+    for rows in (1, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024):
+        problem = Problem(64, 64 * rows, 2048, k_size, dtype)
+        found |= {*candidates(problem, gpu), pick(problem, gpu)}
+    return found
 
 
 def requests() -> list[dict[str, Any]]:
     made = []
     for target, gpu in GPUS.items():
-        for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
-            if target == "sm80" and dtype == torch.float8_e4m3fn:
-                continue  # refused before it is compiled: tests/test_gmm.py
-            for rows in ROWS[target]:
-                sizes = {"E": 64, "M": 64 * rows, "N": 2048, "K": 4096}
-                config = str(pick(Problem(*sizes.values(), dtype), gpu))
+        for format, dtype in DTYPES.items():
+            if gpu.lacks(format_of(dtype)) is not None:
+                continue  # refused before it is compiled: tests/test_tune.py
+            found = {(config, ALIGNED) for config in choices(gpu, dtype, ALIGNED)}
+            if target == "sm90":
+                table = tune_cache.nearest(gpu.name)
+                texts = [*table.candidates[format], *(t for k, t in table.measured.items() if k.startswith(format))]
+                found |= {(TileConfig.parse(text), ALIGNED) for text in texts}
+                found |= {(config, UNALIGNED) for config in choices(gpu, dtype, UNALIGNED)}
+            for config, k_size in sorted(found, key=str):
                 name = str(dtype).removeprefix("torch.")
-                made.append({**sizes, "dtype": name, "config": config, "target": target})
+                sizes = {"E": 64, "M": 4096, "N": 2048, "K": k_size}
+                made.append({**sizes, "dtype": name, "config": str(config), "target": target})
     return made
 
 
@@ -56,10 +76,23 @@ def test_compiles(index: int, reports: list[dict[str, int]]) -> None:
     target = request["target"]
     assert report["shared"] <= GPUS[target].shared_memory
     assert report["spills"] == 0
+    config = TileConfig.parse(request["config"])
     if target == "sm90":
-        assert report["wgmma"] > 0, "64 rows or more stand on the M side, so the warp-group instruction must be used"
-        assert report["tma"] > 0
+        # 64 rows or more on the M side: the warpgroup's instruction must be used.
+        if (config.block_n if config.swap_ab else config.block_m) >= 64 and config.tma:
+            assert report["wgmma"] > 0
+        assert report["wgmma"] + report["mma"] > 0
+        assert (report["tma"] > 0) == config.tma
     elif target == "gfx942":
         assert report["mfma"] > 0
     else:
         assert report["mma"] + report["tcgen05"] > 0
+
+
+def test_everything_that_is_shipped_is_compiled():
+    table = tune_cache.nearest(H200.name)
+    asked = {(r["dtype"], r["config"]) for r in REQUESTS if r["target"] == "sm90"}
+    for format, texts in table.candidates.items():
+        assert {(str(DTYPES[format]).removeprefix("torch."), t) for t in texts} <= asked
+    assert {r["target"] for r in REQUESTS} == set(GPUS)
+    assert not any(r["target"] == "sm80" and r["dtype"].startswith("float8") for r in REQUESTS)

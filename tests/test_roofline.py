@@ -123,6 +123,7 @@ def test_explain_names_the_configuration_that_would_run():
     text = roofline.explain(64, 2048, 4096, 16, "int8", gpu=gpu.H200)
     problem = tune.Problem(E=64, M=1024, N=2048, K=4096, dtype=torch.int8)
     assert str(tune.pick(problem, gpu.H200)) in text
+    assert f"predicted {tune.predict(problem, tune.pick(problem, gpu.H200), gpu.H200) * 1e6:.1f} us; " in text
     assert "memory bound" in text
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm import ops as _ops  # noqa: F401  (registers torch.ops.lowgmm)
+from lowgmm import ops
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.shapes import ShapeError
 from lowgmm.tune import TileConfig
@@ -88,14 +88,11 @@ def gmm(
     if output is not None:
         if out_dtype is not None and out_dtype != output.dtype:
             raise ShapeError(f"gmm: out_dtype is {out_dtype}, but output is {output.dtype}: leave out_dtype out.")
-        torch.ops.lowgmm.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output)
+        ops.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output)
         return output
     if out_dtype is None:
         out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
-    result: Tensor = torch.ops.lowgmm.gmm(
-        input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype
-    )
-    return result
+    return ops.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype)
 
 
 def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:

@@ -6,14 +6,20 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from lowgmm import environment, roofline
+from lowgmm.formats import FORMATS
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
+from lowgmm.workloads import MOE_SHAPES
+
+if TYPE_CHECKING:
+    from lowgmm.tune import Problem
 
 PASSED, FAILED, UNUSABLE = 0, 1, 2
 """Exit codes: all bars hold; a bar or a check failed; the command could not be carried out as given (argparse's own
@@ -27,6 +33,7 @@ Low-precision grouped matrix multiplication for mixture-of-experts inference.
 
   lowgmm demo                     a real MoE model in INT8 and FP8: accuracy against FP32, speed; exit 0 if it holds
   lowgmm explain --format int8    why one grouped matmul takes the time it takes, and what would make it faster
+  lowgmm tune --model olmoe-1b-7b measure tile configurations for a model on this GPU, and use the winners from then on
 """
 
 DEMO = """\
@@ -48,6 +55,25 @@ and what to change.
   lowgmm explain --machine h200 --measured-us 210      where a measured time stands
 """
 
+TUNE = """\
+Measure tile configurations on this machine's GPU and store the winners. Each candidate is first checked against the
+fp64 oracle and then timed in turns with the others, on cold weights. From then on every process of yours uses the
+winners; without tuning, a measured table (on an H200) or a cost model chooses, which is usually within a few percent.
+
+Sizes are tuned in buckets (rows per expert, rounded up to 2^n or 3*2^n), so new numbers of tokens need no tuning.
+Results are stored after each bucket, so the command can be interrupted. They hold for this GPU and these versions of
+lowgmm and Triton; what is stored for others is ignored, with a warning. LOWGMM_CACHE names the folder (default: lowgmm
+in the user's cache directory). Delete the file to forget everything.
+
+  lowgmm tune --model qwen3-30b-a3b                      both matmuls of its expert layer, INT8, 1 to 8192 tokens
+  lowgmm tune --model article --format fp8 --tokens 1,64,1024
+  lowgmm tune --experts 64 --n 2048 --k 4096 --rows 1,16,256
+  lowgmm tune --model article --dry-run                  what would be tried and what is expected; needs no GPU
+"""
+
+TUNE_TOKENS = tuple(1 << i for i in range(14))
+"""1 to 8192."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. ``argv`` is ``sys.argv[1:]`` by default; usage errors exit with
@@ -58,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return UNUSABLE
     try:
-        return _demo(args, parser) if args.command == "demo" else _explain(args, parser)
+        return {"demo": _demo, "explain": _explain, "tune": _tune}[args.command](args, parser)
     except (ShapeError, DtypeError, DeviceError, UnsupportedError, ImportError) as error:
         print(f"lowgmm {args.command}: error: {error}", file=sys.stderr)
         return UNUSABLE
@@ -115,6 +141,20 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--config", metavar="TILES", help="a tile configuration to judge, for example 64x128x128-swap-grid-4w3s"
     )
+
+    tune = commands.add_parser("tune", help="measure configurations here", description=TUNE, formatter_class=raw)
+    what = tune.add_argument_group("what to tune: a model, or one matmul")
+    what.add_argument("--model", metavar="NAME", help=f"one of {', '.join(MOE_SHAPES)}")
+    what.add_argument("--tokens", type=_numbers, metavar="T,…", help="with --model: numbers of tokens (1,2,4,…,8192)")
+    for name, text in (("experts", "experts"), ("n", "output channels"), ("k", "reduction length")):
+        what.add_argument(f"--{name}", type=_positive, metavar=name.upper()[0], help=text)
+    what.add_argument("--rows", type=_numbers, metavar="M,…", help="rows per expert (1,4,16,64,256,1024)")
+    what.add_argument(
+        "--format", type=_formats, default=("int8",), metavar="F,…", help="int8, fp8, bf16, or several (int8)"
+    )
+    tune.add_argument("--seconds", type=_positive_float, default=1.0, help="of measuring per bucket (1)")
+    tune.add_argument("--limit", type=_positive_float, default=math.inf, help="seconds after which no bucket starts")
+    tune.add_argument("--dry-run", action="store_true", help="list buckets, candidates and predicted times only")
     return parser
 
 
@@ -179,6 +219,70 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     return PASSED
 
 
+def _tune(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from lowgmm import gpu, timing, tuner
+    from lowgmm.tune import bucket, candidates, pick, predict
+
+    problems = list(dict.fromkeys(bucket(p) for p in _problems(args, parser)))
+    available = torch.cuda.is_available()
+    if args.dry_run:
+        facts = gpu.describe(torch.device("cuda")) if available else gpu.H200
+        for problem in problems:
+            chosen = pick(problem, facts)
+            print(f"{problem.key} on {facts.name}: {chosen} is in use")
+            for config in sorted(candidates(problem, facts), key=lambda c: predict(problem, c, facts)):
+                print(f"  {predict(problem, config, facts) * 1e6:10.1f} µs predicted  {config}")
+        return PASSED
+    if not available:
+        print(
+            "lowgmm tune: error: torch sees no GPU here, and tuning measures GPU kernels. --dry-run shows what would "
+            "be tried; on a CPU there is nothing to tune.",
+            file=sys.stderr,
+        )
+        return UNUSABLE
+    with timing.progress_bar("tuning", len(problems)) as advance:
+
+        def report(result: tuner.Tuned) -> None:
+            advance(1)
+            us = result.seconds[result.config] * 1e6
+            note = f", {result.gain:.2f} x the predicted {result.predicted}" if result.gain > 1 else ", as predicted"
+            wrong = f"; {len(result.rejected)} rejected" if result.rejected else ""
+            print(f"{result.problem.key}: {result.config} {us:.1f} µs{note}{wrong}", flush=True)
+            for config, why in result.rejected.items():
+                print(f"lowgmm tune: {config} is not used: {why}", file=sys.stderr)
+
+        try:
+            done = tuner.tune(problems, seconds=args.seconds, limit=args.limit, progress=report)
+        except timing.CheckError as error:
+            print(f"lowgmm tune: check failed: {error}", file=sys.stderr)
+            return FAILED
+        except OSError as error:
+            print(f"lowgmm tune: error: results cannot be stored: {error}; set LOWGMM_CACHE", file=sys.stderr)
+            return UNUSABLE
+    print(f"{len(done)} of {len(problems)} buckets stored in {tuner.stored_at(torch.device('cuda'))}")
+    return PASSED
+
+
+def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[Problem]:
+    from lowgmm.tune import Problem
+
+    if args.model is not None:
+        if args.model not in MOE_SHAPES:
+            parser.error(f"--model {args.model}: expected one of {', '.join(MOE_SHAPES)}; or --experts, --n and --k")
+        if not args.experts is args.n is args.k is args.rows is None:
+            parser.error("--model names the shape: leave --experts, --n, --k and --rows out, or leave --model out")
+        shape = MOE_SHAPES[args.model]
+        sizes = [(shape.E, t * shape.A, *nk) for nk in shape.gemms().values() for t in args.tokens or TUNE_TOKENS]
+    else:
+        if None in (args.experts, args.n, args.k) or args.tokens is not None:
+            parser.error("expected --model [--tokens], or --experts, --n and --k [--rows]")
+        rows = args.rows or (1, 4, 16, 64, 256, 1024)
+        sizes = [(args.experts, m * args.experts, args.n, args.k) for m in rows]
+    for format in args.format:
+        for E, M, N, K in sizes:
+            yield Problem(E, M, N, K, FORMATS[format].dtype if format in FORMATS else torch.bfloat16)
+
+
 def _device(name: str, parser: argparse.ArgumentParser) -> torch.device:
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
@@ -219,6 +323,17 @@ def _rows(text: str) -> int | tuple[int, ...]:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows, or one per expert with commas, not all 0")
     values = tuple(map(int, parts))
     return values if len(values) > 1 else values[0]
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(_positive(part) for part in text.split(","))
+
+
+def _formats(text: str) -> tuple[str, ...]:
+    parts = tuple(text.split(","))
+    if unknown := [p for p in parts if p not in (*FORMATS, "bf16")]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(FORMATS)}, bf16")
+    return parts
 
 
 def _version() -> str:

@@ -205,7 +205,7 @@ def held_out(folder: Path, tokenizer: Any, tokens: int, device: torch.device) ->
 
 
 def _audited(model: Any, windows: Tensor) -> evaluate.Audit:
-    with progress_bar("accuracy", len(windows) * len(_all_implementations())) as step:
+    with timing.progress_bar("accuracy", len(windows) * len(_all_implementations())) as step:
         return evaluate.audit(model, windows, list(IMPLEMENTATIONS.values()), reference=REFERENCE, progress=step)
 
 
@@ -214,7 +214,7 @@ def _by_source(model: Any, windows: Tensor, name: str, say: Callable[[str], obje
     format = FORMATS.get(IMPLEMENTATIONS[name])
     if format is None:
         return []
-    with progress_bar(f"{name} by source", 3 * len(windows)) as step:
+    with timing.progress_bar(f"{name} by source", 3 * len(windows)) as step:
         found = evaluate.error_by_source(model, windows, format, reference=REFERENCE, progress=step).results
     for source, r in zip(evaluate.SOURCES, found, strict=True):
         say(f"{name} {source} only: experts matched {r.experts_matched:.3%}, mean cosine {r.cosine_mean:.6f}")
@@ -230,7 +230,7 @@ def _timed(options: Options, say: Callable[[str], object]) -> tuple[roofline.Mac
         notes += (
             "\n(FP8 is not timed: without FP8 instructions its weights are widened first, which is slow; use INT8 here)"
         )
-    with progress_bar("timing", None) as step:
+    with timing.progress_bar("timing", None) as step:
         rows = speed.compare(options.device, machine, shape, progress=lambda: step(1))
     say(f"\ntiming    {shape}; every output checked first{notes}\n{speed.table(rows)}")
     return machine, rows, shape
@@ -286,17 +286,3 @@ def continuation(model: Any, tokenizer: Any, prompt: str, implementation: str) -
     finally:
         model.set_experts_implementation(before)
     return str(tokenizer.decode(out[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-
-
-@contextmanager
-def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr when that is a terminal, nothing otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
-    try:
-        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise MissingDependencyError('the demo needs tqdm; install it with: pip install "lowgmm[demo]"') from error
-    with tqdm(total=total, desc=title, leave=False, file=sys.stderr) as bar:
-        yield bar.update

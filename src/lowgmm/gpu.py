@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,8 @@ class Gpu:
     shared_memory: int
     """Bytes one block can use (the opt-in maximum)."""
     backend: str = "cuda"
+    interpreted: bool = False
+    """Triton's interpreter imitates it."""
 
     @property
     def tma(self) -> bool:
@@ -47,10 +49,9 @@ H200 = Gpu("NVIDIA H200", (9, 0), sms=132, shared_memory=232_448)
 
 @functools.cache
 def describe(device: torch.device) -> Gpu:
-    """The facts of a CUDA device. A CPU device stands for an H200: that is what Triton's interpreter imitates in
-    tests."""
+    """The facts of a CUDA device. A CPU device stands for an H200, which Triton's interpreter then imitates."""
     if device.type != "cuda":
-        return H200
+        return replace(H200, interpreted=True)
     p = torch.cuda.get_device_properties(device)
     backend = "hip" if torch.version.hip else "cuda"
     shared = getattr(p, "shared_memory_per_block_optin", p.shared_memory_per_block)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
-from lowgmm.shapes import UnsupportedError
+from lowgmm.shapes import UnsupportedError, check_no_overlap
+from lowgmm.tune import TileConfig
 from lowgmm.validate import check_gmm, check_moe, check_tokens, checked_bounds
 
 OPERANDS = (
@@ -46,6 +48,98 @@ def check_offsets_now(offsets: Tensor, num_rows: int) -> None:
         checked_bounds(offsets, num_rows)
 
 
+# What a call costs on the host: a grouped matmul in decode takes 30 to 200 µs, and nothing may keep a GPU waiting that
+# long. Three things were the bulk of it, and each has a short way round here: the dispatcher (12 µs), checks of
+# shapes that were checked before (10 µs), and conversions that convert nothing (3 µs).
+
+Signature = tuple[object, ...]
+_accepted: dict[Signature, tuple[int, int]] = {}
+"""Signatures of calls that passed every check, and their (M, N)."""
+MAX_ACCEPTED = 4096
+
+
+def plain(*tensors: Tensor | None) -> bool:
+    """Would the dispatcher do nothing but call us? True for ordinary tensors that nobody traces, compiles, transforms,
+    or takes gradients of."""
+    if (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or torch.is_autocast_enabled("cuda")
+        or torch.is_autocast_enabled("cpu")
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    for t in tensors:
+        if t is not None and (type(t) not in ORDINARY or not (t.is_cuda or t.is_cpu) or (grad and t.requires_grad)):
+            return False
+    return True
+
+
+ORDINARY = (Tensor, torch.nn.Parameter)
+
+
+def _check_once(
+    input: Tensor,
+    weights: list[Tensor],
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    clip: float | None,
+    impl: str,
+    out_dtype: torch.dtype,
+    output: Tensor | None = None,
+) -> tuple[int, int]:
+    """``check_gmm``, but of what depends only on shapes, dtypes and devices once: a signature that passed passes."""
+    if type(input) is not Tensor:  # a fake tensor: its sizes may be symbols
+        return check_gmm(input, weights, scales_x, scales_w, offsets, bias, clip, impl, out_dtype, output)
+    tensors = (input, *weights[:2], weights[-1], scales_x, scales_w, offsets, bias, output)
+    seen = [None if t is None else (t.shape, t.dtype, t.device) for t in tensors]
+    key = (*seen, len(weights), clip, impl, out_dtype, None if output is None else output.stride())
+    shape = _accepted.get(key)
+    if shape is None:
+        shape = check_gmm(input, weights, scales_x, scales_w, offsets, bias, clip, impl, out_dtype, output)
+        if len(_accepted) >= MAX_ACCEPTED:
+            _accepted.clear()
+        _accepted[key] = shape
+    elif output is not None:
+        check_no_overlap(
+            "gmm", output, input=input, weights=weights[0], scales_x=scales_x, scales_w=scales_w, bias=bias
+        )
+    return shape
+
+
+@functools.cache
+def _triton_backend() -> ModuleType:
+    """The kernels, imported when an operator first needs them."""
+    from lowgmm.kernels import grouped_mm
+
+    return grouped_mm
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make ``device`` the current one, where it is not already (setting it costs microseconds)."""
+    if device.type == "cpu" or torch._C._cuda_getDevice() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _row(scales: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Scales as kernels see them: float32, contiguous, without a last axis of 1. The usual case is that they are.
+
+    An axis of groups stays, in whatever layout.
+    """
+    if scales is not None and scales.dim() > len(shape) and scales.shape[-1] > 1:
+        return scales.float()
+    if scales is None or (scales.dtype == torch.float32 and scales.dim() == len(shape) and scales.is_contiguous()):
+        return scales
+    return scales.reshape(shape).float().contiguous()
+
+
 # gmm and gmm_out serve as their own fakes: the same checks, and no work on tensors without data.
 
 
@@ -68,9 +162,7 @@ def _gmm_into(
         checked_bounds(offsets, x.shape[0])
     if out.numel() == 0:
         return
-    # Kernels see one layout of scales: [M] and [E, N], float32, contiguous. No-ops in the usual case.
-    scales_x = None if scales_x is None else scales_x.reshape(x.shape[0]).float().contiguous()
-    scales_w = _flat(scales_w)
+    scales_x, scales_w = _row(scales_x, (x.shape[0],)), _row(scales_w, (weights[0].shape[0], out.shape[1]))
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
@@ -83,8 +175,7 @@ def _gmm_into(
 
         cpu.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
         return
-    fmt = format_of(weights[0].dtype)
-    if fmt is not None and x.dtype in FLOATS:
+    if x.dtype in FLOATS and (fmt := format_of(weights[0].dtype)) is not None:
         x, scales_x = _quantize_tokens(x, fmt.activations.name, clip, impl)
     if impl == "reference":
         from lowgmm import reference
@@ -92,14 +183,11 @@ def _gmm_into(
         w = unpack_nibbles(weights[1]) if len(weights) > 1 else weights[0]
         out.copy_(reference.gmm(x, w, scales_x, scales_w, offsets, bias=bias))
         return
-    from lowgmm.kernels.grouped_mm import grouped_mm
-    from lowgmm.tune import TileConfig
-
     if on_gpu:
         check_offsets_now(offsets, x.shape[0])
-    with torch.cuda.device(out.device) if on_gpu else nullcontext():
-        tile = None if config is None else TileConfig.parse(config)
-        grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
+    tile = None if config is None else TileConfig.parse(config)
+    with on_device(out.device):
+        _triton_backend().grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
 
 
 def _gmm(
@@ -114,7 +202,7 @@ def _gmm(
     config: str | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    shape = check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
+    shape = _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
     out = input.new_empty(shape, dtype=out_dtype)
     if not isinstance(out, FakeTensor):
         _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
@@ -133,7 +221,7 @@ def _gmm_out(
     config: str | None,
     output: Tensor,
 ) -> None:
-    check_gmm(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
+    _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
     if not isinstance(output, FakeTensor):
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
 
@@ -167,7 +255,7 @@ def _moe_ffn(
     sizes = check_moe(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
     if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
         return hidden.new_zeros(hidden.shape)
-    up, down = (Weights(w.operands, _flat(w.scales), w.bias) for w in (up, down))
+    up, down = (Weights(w.operands, None if w.scales is None else _row(w.scales, tuple(w.scales.shape[:2])), w.bias) for w in (up, down))
     arguments = (hidden, up, down, topk_ids, topk_weights, spec, scales_h)
     if impl == "auto":
         impl = "triton" if hidden.device.type != "cpu" else "cpu"
@@ -191,14 +279,6 @@ def _moe_ffn(
         return _gmm(x, weights, scales_x, scales_w, offsets, bias, None, impl, None, dtype)
 
     return compose.moe_ffn(*arguments, gmm, lambda x, fmt, clip: _quantize_tokens(x, fmt.name, clip, impl))
-
-
-def _flat(scales: Tensor | None) -> Tensor | None:
-    """float32 [E, N], contiguous, whether or not scales were kept with a last axis of 1; [E, N, k] of groups as they
-    are."""
-    if scales is None or (scales.dim() == 3 and scales.shape[2] > 1):
-        return None if scales is None else scales.float()
-    return scales.reshape(scales.shape[:2]).float().contiguous()
 
 
 # quantize_tokens
@@ -225,7 +305,7 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
         from lowgmm.quant import quantize_rows
 
         return quantize_rows(x, fmt, clip)
-    with torch.cuda.device(x.device) if x.device.type != "cpu" else nullcontext():
+    with on_device(x.device):
         return quantize_tokens(x, fmt, clip)
 
 
@@ -254,6 +334,24 @@ def _register(name: str, function: Any, fake: Any) -> None:
     for key in ("CPU", "MkldnnCPU", "CUDA"):  # a packed weight's key outranks CPU's
         library.impl(name, function, key)
     torch.library.register_fake(f"lowgmm::{name}", fake, lib=library)
+
+
+def gmm(*arguments: Any) -> Tensor:
+    """``torch.ops.lowgmm.gmm``; without the dispatcher where that would only call :func:`_gmm`."""
+    x, weights, scales_x, scales_w, offsets, bias, *_ = arguments
+    if plain(x, weights[0], scales_x, scales_w, offsets, bias):
+        return _gmm(*arguments)
+    result: Tensor = torch.ops.lowgmm.gmm(*arguments)
+    return result
+
+
+def gmm_out(*arguments: Any) -> None:
+    """``torch.ops.lowgmm.gmm_out``, likewise."""
+    x, weights, scales_x, scales_w, offsets, bias, *_, output = arguments
+    if plain(x, weights[0], scales_x, scales_w, offsets, bias, output):
+        _gmm_out(*arguments)
+    else:
+        torch.ops.lowgmm.gmm_out(*arguments)
 
 
 _register("gmm", _gmm, _gmm)

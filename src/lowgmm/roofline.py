@@ -342,8 +342,9 @@ def explain(
     if len(sizes) != E:
         raise ShapeError(f"explain: rows has {len(sizes)} numbers, expected one number or E={E} of them.")
     load = Load(N, K, sizes, format, "fp32" if format == "fp32" else "bf16")
-    if config is None and gpu is not None:
-        config = _picked(load, gpu)
+    chosen: list[str] = []
+    if gpu is not None:
+        config, chosen = _chosen(load, gpu, config)
     spread = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     formats = [format, *(f for f in ("bf16", "int8", "fp8") if f != format)]
     head = f"{E} experts, N={N} K={K}, {load.rows} rows ({spread} per expert), {format}, on {machine.name}"
@@ -359,7 +360,7 @@ def explain(
             f"measured  {measured_s * 1e6:.1f} us: {share_of_roof(load, machine, measured_s):.0%} of the floor's rate"
         )
     if config is not None:
-        lines.append(f"tiles     {config}")
+        lines += [f"tiles     {config}", *chosen]
     elif not machine.is_gpu:
         lines.append("tiles     none to choose on a CPU: experts run one after the other, weights packed once")
     lines += ["", "what to change"]
@@ -379,7 +380,8 @@ def _figures(load: Load, machine: Machine) -> list[str]:
     ]
 
 
-def _picked(load: Load, gpu: Gpu) -> Tiles:
+def _chosen(load: Load, gpu: Gpu, config: Tiles | None) -> tuple[Tiles, list[str]]:
+    """The given configuration, or the library's; and what the cost model expects of it and of its rivals."""
     # Lazily: bytes and operations can be counted without torch's dtypes and the tuner.
     import torch
 
@@ -387,4 +389,9 @@ def _picked(load: Load, gpu: Gpu) -> Tiles:
 
     floats = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = floats[load.format] if load.format in floats else formats.get_format(load.format).dtype
-    return tune.pick(tune.Problem(E=len(load.sizes), M=load.rows, N=load.N, K=load.K, dtype=dtype), gpu)
+    problem = tune.Problem(E=len(load.sizes), M=load.rows, N=load.N, K=load.K, dtype=dtype)
+    tiles = config if isinstance(config, tune.TileConfig) else tune.pick(problem, gpu)
+    us = {c: tune.predict(problem, c, gpu, load.sizes) * 1e6 for c in (tiles, *tune.candidates(problem, gpu))}
+    rivals = sorted((v, str(c)) for c, v in us.items() if c != tiles)
+    text = f"predicted {us[tiles]:.1f} us" + "".join(f"; {v:.1f} as {name}" for v, name in rivals[:2])
+    return tiles, [text]

@@ -117,14 +117,14 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
     """Raise :class:`ShapeError` if ``output`` shares memory with an input: the kernel reads inputs while it writes."""
     if output.numel() == 0:
         return
+    # Fake tensors have no address: there, two views of one storage are compared by their offsets in it.
+    fake = isinstance(output, FakeTensor) or output.is_meta
+    a0, a1 = _byte_span(output, fake)
     for name, tensor in inputs.items():
-        if tensor is None or tensor.numel() == 0 or tensor.is_mkldnn:
+        if tensor is None or tensor.is_mkldnn or tensor.numel() == 0:
             continue
-        # Fake tensors have no address: there, two views of one storage are compared by their offsets in it.
-        fake = isinstance(output, FakeTensor) or output.is_meta
         if fake and tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
             continue
-        a0, a1 = _byte_span(output, fake)
         b0, b1 = _byte_span(tensor, fake)
         if a0 < b1 and b0 < a1:
             raise ShapeError(
@@ -134,6 +134,9 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
 
 
 def _byte_span(t: Tensor, fake: bool) -> tuple[int, int]:
-    first = int(t.storage_offset()) * t.element_size() if fake else t.data_ptr()
-    last = first + int(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * t.element_size()
-    return first, last + t.element_size()
+    size = t.itemsize
+    first = int(t.storage_offset()) * size if fake else t.data_ptr()
+    if t.is_contiguous():
+        return first, first + t.numel() * size
+    last = first + int(sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))) * size
+    return first, last + size

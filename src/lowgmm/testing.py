@@ -95,6 +95,34 @@ def make_operands(
     return Operands(**moved)
 
 
+def draw_operands(
+    sizes: Sequence[int], n_size: int, k_size: int, dtype: str, *, seed: int = 0, device: torch.device | str = "cuda"
+) -> Operands:
+    """Random operands made where they are used, for problems too large to be quantised on a CPU first: codes are drawn
+    themselves, scales are near 1 (near 1/√K for float weights).
+
+    >>> draw_operands([3, 0, 2], 8, 16, "fp8", device="cpu").w.dtype
+    torch.float8_e4m3fn
+    """
+    g = torch.Generator(device).manual_seed(seed)
+    floats = {str(d).removeprefix("torch."): d for d in FLOATS}
+    fmt = None if dtype in floats else get_format(dtype)
+
+    def values(*shape: int) -> Tensor:
+        if fmt is not None and fmt.exact:
+            return torch.randint(-127, 128, shape, generator=g, device=device, dtype=torch.int8)
+        drawn = torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16)
+        return drawn.mul_(64).to(fmt.dtype) if fmt is not None else drawn.to(floats[dtype])
+
+    rows, experts = sum(sizes), len(sizes)
+    counts = torch.tensor(list(sizes), dtype=torch.int32, device=device)
+    x, w = values(rows, k_size), values(experts, n_size, k_size)
+    if fmt is None:
+        return Operands(x, w.mul_(k_size**-0.5), None, None, counts)
+    scales_x = torch.rand(rows, generator=g, device=device) + 0.5
+    return Operands(x, w, scales_x, torch.rand(experts, n_size, generator=g, device=device) + 0.5, counts)
+
+
 @dataclass(frozen=True)
 class Verdict:
     """How a result compares with its budget; errors are in units of the allowed error, so <= 1 passes."""

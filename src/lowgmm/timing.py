@@ -9,8 +9,10 @@ them down.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +61,20 @@ class Timing:
     rounds: int
     method: str
     """``cuda graph replay``, ``cuda calls`` (with the reason when a graph was wanted), or ``cpu clock``."""
+
+
+@contextmanager
+def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """A bar on stderr when that is a terminal, nothing otherwise."""
+    if not sys.stderr.isatty():
+        yield lambda _: None
+        return
+    try:
+        from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
+    except ImportError as error:
+        raise ImportError('the progress bar needs tqdm; install it with: pip install "lowgmm[demo]"') from error
+    with tqdm(total=total, desc=title, leave=False, file=sys.stderr) as bar:
+        yield bar.update
 
 
 def weight_sets(bytes_per_set: float, device: torch.device) -> int:
@@ -247,13 +263,22 @@ def dense_rate(format: str, device: torch.device, *, size: int | None = None, re
         UnsupportedError: torch has no such matmul on this device (FP8 on a CPU, or on a GPU without FP8 instructions).
     """
     n = size or (8192 if device.type == "cuda" else 2048)
+    return 2.0 * n**3 / _best(dense_rival(format, format, n, device), device, repeats)
+
+
+def dense_rival(name: str, format: str, n: int, device: torch.device) -> Rival:
+    """A dense product of two n×n matrices in ``format`` by torch's own operator, to be timed beside others.
+
+    Raises:
+        UnsupportedError: as :func:`dense_rate`.
+    """
     call, reference, tolerance = _dense_call(format, n, device)
 
     def check(_: int, y: Tensor) -> None:
         error = float((y[:64, :64].double() - reference).abs().max() / reference.abs().max())
         assert error <= tolerance, f"relative error {error:.2e} > {tolerance:.0e}"
 
-    return 2.0 * n**3 / _best(Rival(format, [call], check), device, repeats)
+    return Rival(name, [call], check)
 
 
 def _dense_call(format: str, n: int, device: torch.device) -> tuple[Callable[[], Tensor], Tensor, float]:

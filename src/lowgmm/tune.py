@@ -1,16 +1,26 @@
-"""Which tile configuration runs a problem: ``supports`` says what can run, ``pick`` what does."""
+"""Which tile configuration runs a problem: ``supports`` says what can run, ``predict`` how long it should take,
+``pick`` what does.
+
+The model's form is here; its numbers and the candidates are data (``measured/``), fitted to a sweep by
+``bench/fit.py``. Nothing here runs anything on a GPU.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 import re
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from lowgmm import tune_cache
 from lowgmm.formats import format_of
 from lowgmm.gpu import Gpu
 from lowgmm.shapes import UnsupportedError
+from lowgmm.tune_cache import Rates, Shipped
 
 LAUNCHES = ("grid", "persistent", "queue", "expert")
 """One program per tile; a static stride over tiles; tickets from an atomic counter; one program per expert (the
@@ -37,6 +47,17 @@ class Problem:
     def element_size(self) -> int:
         return self.dtype.itemsize
 
+    @property
+    def format(self) -> str:
+        """What tables call the operands: both 16-bit types run alike."""
+        fmt = format_of(self.dtype)
+        return fmt.name if fmt is not None else "fp32" if self.element_size == 4 else "bf16"
+
+    @property
+    def key(self) -> str:
+        """Its name in a table of measurements."""
+        return f"{self.format} E{self.E} M{self.M} N{self.N} K{self.K} -> {str(self.out_dtype).removeprefix('torch.')}"
+
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -56,6 +77,8 @@ class TileConfig:
     """Put the weights on the matrix instruction's M side: acc is [block_n, block_m]. Few tokens then waste no rows."""
     tma: bool = False
     """Load through TMA descriptors instead of pointers."""
+    warp_specialize: bool = False
+    """Hopper only: one warp loads and two warpgroups multiply (``kernels/hopper.py``), the weights on the M side."""
     launch: str = "grid"
     programs_per_sm: int = 1
     """Programs per SM of a persistent or queue launch."""
@@ -63,7 +86,9 @@ class TileConfig:
     num_stages: int = 3
 
     def __str__(self) -> str:
-        flags = ("-swap" if self.swap_ab else "") + ("-tma" if self.tma else "")
+        flags = "".join(
+            name for name, on in (("-swap", self.swap_ab), ("-tma", self.tma), ("-ws", self.warp_specialize)) if on
+        )
         per_sm = str(self.programs_per_sm) if self.launch in ("persistent", "queue") else ""
         tile = f"{self.block_m}x{self.block_n}x{self.block_k}"
         return f"{tile}{flags}-{self.launch}{per_sm}-{self.num_warps}w{self.num_stages}s"
@@ -72,21 +97,47 @@ class TileConfig:
     @functools.cache
     def parse(text: str) -> TileConfig:
         """The configuration that ``str`` wrote."""
-        pattern = r"(\d+)x(\d+)x(\d+)(-swap)?(-tma)?-(grid|persistent|queue|expert)(\d*)-(\d+)w(\d+)s"
+        pattern = r"(\d+)x(\d+)x(\d+)(-swap)?(-tma)?(-ws)?-(grid|persistent|queue|expert)(\d*)-(\d+)w(\d+)s"
         m = re.fullmatch(pattern, text)
         if m is None:
             raise UnsupportedError(
                 f"config {text!r} is not a tile configuration; expected e.g. '16x128x256-swap-tma-persistent2-4w4s'."
             )
-        bm, bn, bk, swap, tma, launch, per_sm, warps, stages = m.groups()
+        bm, bn, bk, swap, tma, ws, launch, per_sm, warps, stages = m.groups()
+        tile, flags = (int(bm), int(bn), int(bk)), (bool(swap), bool(tma), bool(ws))
+        return TileConfig(*tile, *flags, launch, int(per_sm or 1), int(warps), int(stages))
+
+    def portable(self) -> TileConfig:
+        """The same tile in the portable kernel."""
+        if not self.warp_specialize:
+            return self
+        large = self.block_m * self.block_n > 64 * 128  # spills unless 8 warps share it
+        programs, warps, stages = (1, 8, 3) if large else (2, 4, 4)
         return TileConfig(
-            int(bm), int(bn), int(bk), bool(swap), bool(tma), launch, int(per_sm or 1), int(warps), int(stages)
+            *(self.block_m, self.block_n, self.block_k, self.swap_ab, self.tma),
+            launch="persistent",
+            programs_per_sm=programs,
+            num_warps=warps,
+            num_stages=min(self.num_stages, stages),
+        )
+
+    def by_pointers(self) -> TileConfig:
+        """The same tile for operands that no descriptor can address. Addresses take registers: 8 warps share a large
+        tile, at most 128x128."""
+        config = replace(self.portable(), tma=False)
+        if config.block_m * config.block_n < 128 * 128:
+            return config
+        bm, bn, stages = min(config.block_m, 128), min(config.block_n, 128), min(config.num_stages, 3)
+        return TileConfig(
+            *(bm, bn, config.block_k, config.swap_ab), launch="persistent", num_warps=8, num_stages=stages
         )
 
     def shared_memory(self, element_size: int, out_size: int) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
         pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
+        if self.warp_specialize:
+            return pipeline + 2 * 64 * self.block_m * out_size + 16 * self.block_m + 16 * self.num_stages + 512
         return pipeline + self.block_m * self.block_n * out_size + 256
 
 
@@ -107,43 +158,213 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return f"{gpu.name} has no TMA; use a configuration without it."
         if problem.K * problem.element_size % 16:
             return f"TMA needs rows that are a multiple of 16 bytes; K={problem.K} of {problem.dtype} is not."
+    if config.warp_specialize:
+        if (gpu.backend, gpu.capability) != ("cuda", (9, 0)):
+            return f"warp-specialised tiles use Hopper's warpgroup instructions, which {gpu.name} lacks."
+        if gpu.interpreted:
+            return "Triton's interpreter does not run Gluon, in which the warp-specialised kernel is written."
+        if not (config.tma and config.swap_ab and config.launch == "queue" and config.programs_per_sm == 1):
+            return "warp-specialised tiles come as '-swap-tma-ws-queue1' only."
+        if config.block_n not in (128, 256) or config.block_m > 128 or config.num_warps != 4:
+            return "warp-specialised tiles need block_n 128 or 256, block_m up to 128, and 4 warps per warpgroup."
+        if problem.element_size > 2 or config.block_k * problem.element_size % 128:
+            return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
     need = config.shared_memory(problem.element_size, problem.out_dtype.itemsize)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
     return None
 
 
-@functools.lru_cache(maxsize=4096)  # bounded: every token count is a problem of its own
-def pick(problem: Problem, gpu: Gpu) -> TileConfig:
-    """The configuration used when none is asked for: by rows per expert, then made to fit the GPU.
+UNMEASURED = {
+    size: (
+        f"16x128x{256 // size}-swap-tma-persistent2-4w4s",
+        f"32x128x{128 // size}-swap-tma-persistent2-4w4s",
+        f"64x128x{128 // size}-swap-tma-persistent2-4w4s",
+        f"128x128x{128 // size}-tma-persistent2-8w3s",
+    )
+    for size in (1, 2)
+}
+"""Candidates where no sweep was taken, by element size. What holds by construction: Blackwell's FP8 instruction wants
+128 rows on its M side, and with mma.sync a 128x128 tile spills unless 8 warps share it."""
 
-    From a sweep of 21 cases on an H200 (``bench/sweep.py``): with up to 96 rows per expert the weights go on the M
-    side, because Hopper's matrix instruction has 64 rows there and the tokens would waste them. From there on two small
-    programs per SM (128x128, 4 warps) beat one large one (128x256, 8 warps) by 12 %: one computes while the other
-    stores.
+EXACT_FP32 = ("16x64x32-persistent2-4w2s", "64x64x32-persistent2-4w2s")
+"""The fp32 path runs on the CUDA cores: small tiles, no tensor-core layout to respect."""
+
+MAX_CANDIDATES = 8
+"""Per format: the most that is ever compiled for one layer, whatever the number of tokens."""
+
+
+def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list[TileConfig]:
+    """The configurations that ``pick`` chooses from, adapted to the problem's operands and made to fit the GPU.
+
+    At most :data:`MAX_CANDIDATES` per format whatever the number of tokens, so no more than that are ever compiled.
     """
-    rows, size = problem.rows_per_expert, problem.element_size
-    # Elsewhere nothing is measured yet. What holds by construction: Blackwell's FP8 instruction wants 128 rows on its M
-    # side, and with mma.sync a 128x128 tile spills unless 8 warps share it.
-    hopper = gpu.backend == "cuda" and gpu.capability[0] == 9
     if problem.dtype == torch.float32:
-        # The exact fp32 path runs on the CUDA cores: small tiles, no tensor-core layout to respect.
-        config = TileConfig(16 if rows <= 16 else 64, 64, 32, launch="persistent", programs_per_sm=2, num_stages=2)
-    elif rows <= 16:
-        config = TileConfig(16, 64 if hopper else 128, 256 // size, True, True, "persistent", 2, 4, 4)
-    elif rows <= 32:
-        config = TileConfig(32, 128, 128 // size, True, True, "persistent", 2, 4, 4)
-    elif rows <= 96:
-        config = TileConfig(64, 128, 128 // size, True, True, "persistent", 2, 4, 4)
+        texts: tuple[str, ...] = EXACT_FP32
+    elif gpu.backend == "cuda" and gpu.capability[0] == 9:
+        texts = (table or tune_cache.nearest(gpu.name)).candidates[problem.format]
     else:
-        config = TileConfig(128, 128, 128 // size, False, True, "persistent", 2, 4 if hopper else 8, 3)
-    if not gpu.tma or problem.K * size % 16:
-        config = replace(config, tma=False)
-    # Made to fit by giving up first what costs least: pipeline depth, then the tile.
+        texts = UNMEASURED[problem.element_size]
+    found = (_fitted(problem, TileConfig.parse(text), gpu) for text in texts)
+    configs = list(dict.fromkeys(c for c in found if c is not None))
+    # A tile of twice the rows that an expert has is padding; of the low ones the lowest always stays.
+    rows, lowest = problem.rows_per_expert, min((c.block_m for c in configs), default=0)
+    return [c for c in configs if c.block_m == lowest or c.block_m < 2 * rows]
+
+
+def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
+    """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
+    if config.tma and (not gpu.tma or problem.K * problem.element_size % 16):
+        config = config.by_pointers()
+    if config.warp_specialize and supports(problem, replace(config, num_stages=2), gpu) is not None:
+        config = config.portable()
     for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):
         while supports(problem, config, gpu) is not None and (now := getattr(config, field)) > least:
             changes = {field: now - 1 if field == "num_stages" else now // 2}
             config = replace(config, **changes, num_warps=config.num_warps if field == "num_stages" else 4)
-    if (why := supports(problem, config, gpu)) is not None:
-        raise UnsupportedError(f"no tile configuration runs {problem} on {gpu.name}: {why}")
-    return config
+    return config if supports(problem, config, gpu) is None else None
+
+
+def bucket(problem: Problem) -> Problem:
+    """The problem that stands for this one: rows per expert rounded up to 2ⁿ or 3·2ⁿ (with fewer rows than experts, the
+    rows).
+
+    Tuning and picking happen per bucket, so that a new number of tokens is nothing new.
+
+    >>> [bucket(Problem(8, M, 64, 64, torch.int8)).M for M in (1, 5, 8, 9, 17, 100)]
+    [1, 6, 8, 16, 24, 128]
+    """
+    if problem.M <= problem.E:
+        return replace(problem, M=min(_round_up(problem.M), problem.E))
+    return replace(problem, M=problem.E * _round_up(-(-problem.M // problem.E)))
+
+
+def _round_up(rows: int) -> int:
+    power = 1 << max(0, rows - 1).bit_length()
+    return power * 3 // 4 if power >= 4 and rows <= power * 3 // 4 else power
+
+
+@functools.lru_cache(maxsize=4096)  # bounded: every token count is a problem of its own
+def pick(problem: Problem, gpu: Gpu) -> TileConfig:
+    """The configuration used when none is asked for: the measured one if the user's cache or the table shipped for this
+    GPU has this bucket, else the one with the least predicted time."""
+    return _pick(bucket(problem), gpu)
+
+
+@functools.lru_cache(maxsize=1024)
+def _pick(problem: Problem, gpu: Gpu) -> TileConfig:
+    table = tune_cache.shipped(gpu.name)
+    for measured in (tune_cache.user(gpu.name), table.measured if table is not None else {}):
+        text = measured.get(problem.key)
+        if text is not None and (config := _stored(text, problem, gpu)) is not None:
+            return config
+    return predicted(problem, gpu)
+
+
+def _stored(text: str, problem: Problem, gpu: Gpu) -> TileConfig | None:
+    """The configuration of a table's entry, or None and a warning if it cannot run here."""
+    try:
+        config = TileConfig.parse(text)
+        why = supports(problem, config, gpu)
+    except UnsupportedError as error:
+        why = str(error)
+    if why is None:
+        return config
+    warnings.warn(f"lowgmm: the measured configuration of {problem.key} is ignored: {why}", stacklevel=2)
+    return None
+
+
+def predicted(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> TileConfig:
+    """The candidate with the least predicted time; measurements are not asked."""
+    table = table or tune_cache.nearest(gpu.name)
+    found = candidates(problem, gpu, table)
+    if not found:
+        raise UnsupportedError(f"no tile configuration runs {problem} on {gpu.name}: {_why_not(problem, gpu)}")
+    return min(found, key=lambda config: model(problem, config, gpu, table.rates, table.factors))
+
+
+WGMMA_ROWS = 64
+"""Rows of Hopper's matrix instruction: a lower tile on its M side pays for 64."""
+FP32_SLOWER = 20
+"""Exact fp32 runs on the CUDA cores: that many times slower than the 8-bit matrix instruction on an H200."""
+REGISTERS = 65_536
+"""32-bit registers of an SM."""
+
+
+def predict(problem: Problem, config: TileConfig, gpu: Gpu, sizes: Sequence[int] | None = None) -> float:
+    """Seconds that ``config`` should need for ``problem``: launch + memory time and SM time, whichever is longer.
+
+    The rates are those shipped for the GPU, else an H200's, which then only rank configurations.
+
+    Args:
+        sizes: rows of each expert; default: even, on as many experts as there are rows where those are fewer.
+
+    >>> from lowgmm.gpu import H200
+    >>> decode = Problem(64, 64 * 16, 2048, 4096, torch.int8)
+    >>> 100e-6 < predict(decode, pick(decode, H200), H200) < 200e-6
+    True
+    """
+    table = tune_cache.nearest(gpu.name)
+    return model(problem, config, gpu, table.rates, table.factors, sizes)
+
+
+def model(
+    problem: Problem,
+    config: TileConfig,
+    gpu: Gpu,
+    rates: Rates,
+    factors: Mapping[str, Mapping[str, float]],
+    sizes: Sequence[int] | None = None,
+) -> float:
+    """The cost model itself, which ``bench/fit.py`` fits ``rates`` and ``factors`` of."""
+    bm, bn, size, out_size = config.block_m, config.block_n, problem.element_size, problem.out_dtype.itemsize
+    if sizes is None:
+        active = max(1, min(problem.E, problem.M))
+        row_tiles: float = active * math.ceil(problem.M / active / bm)
+        largest = row_tiles / active
+    else:
+        active = sum(1 for s in sizes if s)
+        row_tiles, largest = sum(-(-s // bm) for s in sizes), -(-max(sizes) // bm)
+    columns, steps = -(-problem.N // bn), -(-problem.K // config.block_k)
+    tiles, programs = row_tiles * columns, resident(problem, config, gpu)
+
+    m_side, n_side = (bn, bm) if config.swap_ab else (bm, bn)
+    area = max(m_side, WGMMA_ROWS) * max(n_side, rates.narrow)
+    mma = 2 * area * config.block_k / (rates.mma / (size if size < 4 else FP32_SLOWER))
+    load = (bm + bn) * config.block_k * size / rates.l2
+    promote = 0.0
+    if size == 1 and problem.dtype.is_floating_point:
+        promote = rates.promote * bm * bn / 128 * max(1, config.block_k / 128)
+    alone = mma + promote + rates.step
+    fixed = rates.tile + bm * bn * out_size / rates.store
+    if config.launch == "persistent" or config.warp_specialize:
+        fixed *= rates.overlap
+    # The SM as a whole cannot do a tile in less than `busy`; one program alone cannot in less than `span`.
+    busy = steps * max(mma, load, promote)
+    span = steps * max(alone, load, rates.latency / max(1, config.num_stages - 1)) + fixed
+    on_sm = max(math.ceil(tiles / gpu.sms) * busy, math.ceil(tiles / (gpu.sms * programs)) * span)
+    if config.launch == "expert":
+        on_sm = max(on_sm, largest * columns * span)
+    on_sm *= factors.get(problem.format, {}).get(str(config), 1.0)
+    moved = active * problem.N * problem.K * size + problem.M * (problem.K * size + problem.N * out_size)
+    joined = ((moved / rates.dram) ** rates.blend + on_sm**rates.blend) ** (1 / rates.blend)
+    return rates.launch + float(joined)
+
+
+def resident(problem: Problem, config: TileConfig, gpu: Gpu) -> int:
+    """Programs of one SM that run at a time: what was asked for, shared memory and threads allowing."""
+    shared = (config.block_m + config.block_n) * config.block_k * problem.element_size * config.num_stages + 1024
+    registers = config.block_m * config.block_n + 96 * 32 * config.num_warps  # the accumulator and everything else
+    fits = max(1, min(gpu.shared_memory // shared, REGISTERS // registers, 64 // config.num_warps))
+    return min(fits, config.programs_per_sm) if config.launch in ("persistent", "queue") else fits
+
+
+def forget() -> None:
+    """Ask the tables again at the next pick: after tuning, or when LOWGMM_CACHE has changed."""
+    pick.cache_clear()
+    _pick.cache_clear()
+    tune_cache.user.cache_clear()
+
+
+def _why_not(problem: Problem, gpu: Gpu) -> str:
+    return supports(problem, TileConfig(16, 16, 32), gpu) or "every candidate is too large"

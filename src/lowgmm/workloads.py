@@ -36,6 +36,22 @@ SKEWED_SIZES = (
 # fmt: on
 """32 experts from 2 to 256 tokens, 2048 in all: the imbalance that the article reports from a real service."""
 
+
+def zipf(E: int, M: int) -> tuple[int, ...]:
+    """M rows over E experts in proportion to 1, 1/2, 1/3, …: the skew that trained routers show. Largest remainders
+    make the sum exact.
+
+    >>> zipf(4, 25)
+    (12, 6, 4, 3)
+    """
+    total = sum(1 / (e + 1) for e in range(E))
+    exact = [M / (e + 1) / total for e in range(E)]
+    sizes = [int(v) for v in exact]
+    for e in sorted(range(E), key=lambda e: sizes[e] - exact[e])[: M - sum(sizes)]:
+        sizes[e] += 1
+    return tuple(sizes)
+
+
 GMM_CASES = {
     case.name: case
     for case in (
@@ -52,3 +68,57 @@ GMM_CASES = {
     )
 }
 """What the grouped matmul is measured on: decode, prefill, skewed and odd shapes of public models."""
+
+
+LAUNCH_CASES = {
+    case.name: case
+    for case in (
+        GMM_CASES["article-decode"],
+        GMM_CASES["article-balanced"],
+        GMM_CASES["article-skewed"],
+        GmmCase("article-zipf", 4096, 4096, zipf(32, 2048)),
+        even("balanced-512", 32, 4096, 4096, 512),
+        GmmCase("zipf-512", 4096, 4096, zipf(32, 32 * 512)),
+    )
+}
+"""What the ways to hand out tiles are compared on: the same weights and tokens, even and skewed."""
+
+
+@dataclass(frozen=True)
+class MoeShape:
+    """The expert layer of a model: E experts, A of them per token, hidden size H, intermediate size I."""
+
+    name: str
+    E: int
+    A: int
+    H: int
+    I: int
+
+    def gemms(self) -> dict[str, tuple[int, int]]:
+        """(N, K) of its two grouped matmuls."""
+        return {"gate-up": (2 * self.I, self.H), "down": (self.H, self.I)}
+
+
+MOE_SHAPES = {
+    shape.name: shape
+    for shape in (
+        MoeShape("mixtral-8x7b", 8, 2, 4096, 14336),
+        MoeShape("mixtral-8x22b", 8, 2, 6144, 16384),
+        MoeShape("qwen3-30b-a3b", 128, 8, 2048, 768),
+        MoeShape("qwen3-235b-a22b", 128, 8, 4096, 1536),
+        MoeShape("qwen3-next-80b", 512, 10, 2048, 512),
+        MoeShape("deepseek-v3", 256, 8, 7168, 2048),
+        MoeShape("deepseek-v3-ep8", 32, 2, 7168, 2048),  # one of 8 expert-parallel ranks; A is its share of the load
+        MoeShape("deepseek-v2-lite", 64, 6, 2048, 1408),
+        MoeShape("kimi-k2", 384, 8, 7168, 2048),
+        MoeShape("gpt-oss-20b", 32, 4, 2880, 2880),
+        MoeShape("gpt-oss-120b", 128, 4, 2880, 2880),
+        MoeShape("glm-4.5-air", 128, 8, 4096, 1408),
+        MoeShape("llama-4-scout", 16, 1, 5120, 8192),
+        MoeShape("olmoe-1b-7b", 64, 8, 2048, 1024),
+        MoeShape("phi-3.5-moe", 16, 2, 4096, 6400),
+        MoeShape("minimax-m2", 256, 8, 3072, 1536),
+        MoeShape("article", 64, 1, 4096, 2048),
+    )
+}
+"""Expert layers of public models."""

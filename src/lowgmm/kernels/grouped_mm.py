@@ -11,6 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.gpu import describe
+from lowgmm.kernels.queue import ticket
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
 from lowgmm.routing import max_row_tiles
@@ -76,7 +77,7 @@ def grouped_mm_kernel(
     bias,  # (E, N)
     offsets,  # (E+1,) int32
     table,  # (GROUPS,) int32: scratch for tiles.count_tiles
-    ticket,  # (1,) int32, zero: the QUEUE launch's counter
+    ticket,  # (1,) int32, zero before and after: the QUEUE launch's counter
     M,
     E,
     N,
@@ -125,9 +126,9 @@ def grouped_mm_kernel(
     else:
         total = count_tiles(offsets, table, M, E, BM, GROUPS) * tiles_n
         if LAUNCH == QUEUE:
-            tile = tl.atomic_add(ticket, 1, sem="relaxed")
+            tile = pid
             while tile < total:
-                next_tile = tl.atomic_add(ticket, 1, sem="relaxed")
+                next_tile = tl.num_programs(0) + tl.atomic_add(ticket, 1, sem="relaxed")
                 expert, row, end, n_tile = find_tile(offsets, table, tile, tiles_n, M, E, BM, GROUPS)
                 one_tile(
                     x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
@@ -135,6 +136,9 @@ def grouped_mm_kernel(
                     BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
                 )  # fmt: skip
                 tile = next_tile
+            # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
+            if tile == tl.num_programs(0) + total - 1:
+                tl.store(ticket, 0)
         else:
             # Flattening fuses the tile loop with the K loop, so that the next tile's loads overlap this one's epilogue.
             for tile in tl.range(pid, total, tl.num_programs(0), flatten=LAUNCH == PERSISTENT):
@@ -172,11 +176,17 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = replace(config, tma=False)
+            config = replace(config.portable(), tma=False)
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):
         raise UnsupportedError(f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes.")
+    if config.warp_specialize:
+        from lowgmm.kernels.hopper import hopper_mm
+
+        promote = promote_every(x.dtype)
+        hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, ticket(x.device), config, gpu.sms, promote)
+        return
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     if config.launch == "expert":
         grid = num_experts + 1
@@ -186,8 +196,6 @@ def grouped_mm(
             grid = min(grid, gpu.sms * config.programs_per_sm)
     groups = triton.next_power_of_2(num_experts + 1)
     table = torch.empty(groups, dtype=torch.int32, device=x.device)
-    # A ticket of the call's own: one kept between calls could be drawn by two streams at once.
-    ticket = torch.zeros(1, dtype=torch.int32, device=x.device) if config.launch == "queue" else table
     integer = not x.dtype.is_floating_point
     grouped_mm_kernel[(grid,)](
         TensorDescriptor.from_tensor(x, [bm, bk]) if config.tma else x,
@@ -198,7 +206,7 @@ def grouped_mm(
         bias,
         offsets,
         table,
-        ticket,
+        ticket(x.device) if config.launch == "queue" else None,
         num_rows,
         num_experts,
         n_size,
@@ -217,7 +225,7 @@ def grouped_mm(
         EVEN_K=k_size % bk == 0,
         STAGES=config.num_stages,
         ACC=tl.int32 if integer else tl.float32,
-        PROMOTE=min(PROMOTE_EVERY, bk) if x.dtype == torch.float8_e4m3fn else 0,
+        PROMOTE=min(promote_every(x.dtype), bk),
         SCALED_X=scales_x is not None,
         SCALED_W=scales_w is not None,
         BIAS=bias is not None,
@@ -226,6 +234,11 @@ def grouped_mm(
         # care. Only fp32 operands are multiplied by ordinary instructions, twice as many of them without fusion.
         enable_fp_fusion=x.dtype == torch.float32,
     )
+
+
+def promote_every(dtype: torch.dtype) -> int:
+    """K between promotions for operands of ``dtype``; 0: their accumulator needs none."""
+    return PROMOTE_EVERY if dtype == torch.float8_e4m3fn else 0
 
 
 def as_fnuz(

@@ -119,7 +119,11 @@ def accumulate(
             a = tl.load(x_ptrs + k, mask=inside, other=0.0)
             b = tl.load(w_ptrs + k, mask=inside, other=0.0)
         if SWAP:
-            acc = tl.dot(b, a.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)
+            a, b = b, a
+        if (
+            PROMOTE == BK
+        ):  # a sum of its own, added in FP32 registers; with `acc` tl.dot would wait after every instruction
+            acc += tl.dot(a, b.T)
         else:
             acc = tl.dot(a, b.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)
     return acc

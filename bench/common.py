@@ -1,0 +1,154 @@
+"""What the GPU benchmarks share: operands, rivals, parallel compiling, and results as JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import lowgmm
+from lowgmm import environment, timing
+from lowgmm.formats import FORMATS
+from lowgmm.testing import Operands, draw_operands, judge
+from lowgmm.tune import Problem, TileConfig
+from lowgmm.workloads import GmmCase
+
+CUDA = torch.device("cuda")
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+OUT = torch.bfloat16
+
+
+def require_gpu() -> None:
+    """Leave with a clear message where there is nothing to measure."""
+    if not torch.cuda.is_available():
+        print(
+            f"{Path(sys.argv[0]).name}: torch sees no CUDA GPU on this machine, and this benchmark measures one. "
+            f"On a CPU run: python bench/cpu_gmm.py --output FILE",
+            file=sys.stderr,
+        )
+        raise SystemExit(2)
+
+
+def problem_of(case: GmmCase, format: str) -> Problem:
+    return Problem(case.E, case.M, case.N, case.K, DTYPES[format], OUT)
+
+
+def operands_of(case: GmmCase, format: str) -> Operands:
+    name = format if format in FORMATS else str(DTYPES[format]).removeprefix("torch.")
+    return draw_operands(case.sizes, case.N, case.K, name, device=CUDA)
+
+
+class Loaded:
+    """A case on the GPU in one format: rotating copies of the weights, the oracle, and rivals made from them."""
+
+    def __init__(self, case: GmmCase, format: str) -> None:
+        first = operands_of(case, format)
+        copies = timing.weight_sets(first.w.numel() * first.w.element_size(), CUDA)
+        self.sets = [first, *(replace(first, w=first.w.clone()) for _ in range(copies - 1))]
+        self.offsets = first.offsets
+        self.exact, self.baseline = first.exact(), first.baseline(OUT)
+
+    def rival(self, name: str, config: TileConfig | None = None) -> timing.Rival:
+        """``gmm`` with a configuration, or with what is picked; every output is checked against the fp64 oracle."""
+        return timing.Rival(name, [partial(self._call, o, config) for o in self.sets], self._check)
+
+    def _call(self, o: Operands, config: TileConfig | None) -> Tensor:
+        return lowgmm.gmm(
+            o.x, o.weights, o.scales_x, expert_offsets=self.offsets, out_dtype=OUT, config=config, impl="triton"
+        )
+
+    def _check(self, _: int, y: Tensor) -> None:
+        verdict = judge(y, self.exact, self.baseline)
+        assert verdict.ok, str(verdict)
+
+
+def read_rival(name: str, size: int) -> timing.Rival:
+    """Reading ``size`` bytes and nothing else: the ceiling of anything that has to."""
+    words = max(1, size // 8)
+    buffers = [torch.arange(words, device=CUDA) + i for i in range(timing.weight_sets(size, CUDA))]
+
+    def check(index: int, total: Tensor) -> None:
+        want = words * (words - 1) // 2 + index * words
+        assert int(total) == want, f"sum is {int(total)}, expected {want}"
+
+    return timing.Rival(name, [b.sum for b in buffers], check)
+
+
+def compile_once(format: str, config: TileConfig, case: GmmCase) -> None:
+    """Fill Triton's cache: run ``config`` on the case's N and K with a row for each of its experts."""
+    o = operands_of(GmmCase(case.name, case.N, case.K, (1,) * case.E), format)
+    lowgmm.gmm(o.x, o.weights, o.scales_x, expert_offsets=o.offsets, out_dtype=OUT, config=config, impl="triton")
+    torch.cuda.synchronize()
+
+
+Job = tuple[str, TileConfig, GmmCase]
+
+
+def distinct(jobs: Sequence[Job]) -> list[Job]:
+    """One job per thing to compile (the number of experts decides the width of the kernel's table of tiles)."""
+    seen = {(f, c, case.K % c.block_k == 0, case.E.bit_length(), case.N % 16): (f, c, case) for f, c, case in jobs}
+    return list(seen.values())
+
+
+def compile_in_parallel(arguments: Sequence[str], jobs: int) -> None:
+    """Run this script several times at once with ``--compile-only PART/OF``: Triton compiles on one core each."""
+    parts = max(1, min(jobs, 8, (os.cpu_count() or 1) - 1))
+    print(f"compiling up to {jobs} kernels in {parts} processes …", file=sys.stderr, flush=True)
+    running = [
+        subprocess.Popen([sys.executable, sys.argv[0], *arguments, "--compile-only", f"{part}/{parts}"])
+        for part in range(parts)
+    ]
+    codes = [process.wait() for process in running]
+    if any(codes):
+        raise SystemExit("compiling failed; the messages are above")
+
+
+def share(jobs: Sequence[Job], text: str) -> Iterator[Job]:
+    """The jobs of PART/OF."""
+    part, of = (int(v) for v in text.split("/"))
+    yield from distinct(jobs)[part::of]
+
+
+class Lines:
+    """A JSONL file of an environment and results, complete after every line."""
+
+    def __init__(self, path: Path | None, **facts: Any) -> None:
+        self.path = path
+        self.lines = [{"environment": environment.record(CUDA), "command": " ".join(["python", *sys.argv]), **facts}]
+        self._write()
+
+    def add(self, **line: Any) -> dict[str, Any]:
+        self.lines.append(line)
+        self._write()
+        return line
+
+    def _write(self) -> None:
+        if self.path is None:
+            return
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        partial_file = self.path.with_suffix(".partial")
+        partial_file.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
+        partial_file.replace(self.path)
+
+
+def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The head of a result file, and its results; a file that is none ends the program with the reason."""
+    try:
+        head, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+        assert "environment" in head
+    except (OSError, ValueError, AssertionError, TypeError) as error:
+        raise SystemExit(f"{path}: not a result file of these benchmarks ({error or 'no environment'})") from error
+    return head, lines
+
+
+def median_us(t: timing.Timing) -> dict[str, Any]:
+    return {"us": t.median_s * 1e6, "p20": t.p20_s * 1e6, "p80": t.p80_s * 1e6, "rounds": t.rounds, "method": t.method}

@@ -1,0 +1,390 @@
+"""The grouped matmul for Hopper, warp-specialised: one warp loads, two warpgroups multiply. Written in Gluon.
+
+Why it exists beside the portable kernel, with the measurements: docs/decisions/0007-gluon-on-hopper.md.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowgmm.routing import max_row_tiles
+from lowgmm.tune import TileConfig
+
+LANES = gl.constexpr(32)
+"""Groups that a warp looks at together."""
+
+BAND = gl.constexpr(8)
+"""As in ``kernels/tiles.py``."""
+
+
+@gluon.jit
+def add(a, b):
+    return a + b
+
+
+@gluon.jit
+def bounds(offsets, group, M, E):
+    """First row of a group and one past its last, clamped to [0, M]; group E is the rows behind the last expert."""
+    start = gl.minimum(gl.maximum(gl.load(offsets + group, mask=group <= E, other=0), 0), M)
+    end = gl.minimum(gl.maximum(gl.load(offsets + group + 1, mask=group < E, other=M), 0), M)
+    return start, end
+
+
+@gluon.jit
+def count(offsets, first, M, E, tiles_n, BM: gl.constexpr):
+    """Tiles of the 32 experts from ``first`` on, summed up to and including each."""
+    expert = first + gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    start, end = bounds(offsets, expert, M, E)
+    tiles = gl.where(expert < E, gl.cdiv(gl.maximum(end - start, 0), BM) * tiles_n, 0)
+    return gl.associative_scan(tiles, 0, add)
+
+
+@gluon.jit
+def seek(offsets, tile, base, first, sums, M, E, tiles_n, BM: gl.constexpr):
+    """Walk forward to the 32 experts that hold tile number ``tile``; returns them, how many tiles end with them, the
+    tile's expert (>= E: no such tile) and its number within that expert.
+
+    A program's tile numbers only grow, so no expert is counted twice, and none is counted before it is needed.
+    """
+    end = base + gl.max(sums, 0)
+    while (tile >= end) & (first + LANES < E):
+        base = end
+        first += LANES
+        sums = count(offsets, first, M, E, tiles_n, BM)
+        end = base + gl.max(sums, 0)
+    before = sums <= tile - base
+    expert = first + gl.sum(before.to(gl.int32), 0)
+    return base, first, sums, end, expert, tile - base - gl.max(gl.where(before, sums, 0), 0)
+
+
+@gluon.jit
+def number(cells, index):
+    """The integer in one cell of shared memory."""
+    return gl.max(cells.index(index).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+
+
+@gluon.jit
+def schedule(
+    scales_x, offsets, ticket, box, posted, read, M, E, N,
+    BM: gl.constexpr, BN: gl.constexpr, BOXES: gl.constexpr, SCALED_X: gl.constexpr,
+):  # fmt: skip
+    """One warp: draw tiles from the queue, find out where they are, and post it, up to BOXES tiles ahead.
+
+    A warp of its own, because all this is a chain of memory latencies that no load of operands should wait for.
+    """
+    rows, ends, columns, experts, sx = box
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    one = gl.full([1], 1, gl.int32, LINE)
+    tiles_n = gl.cdiv(N, BN)
+    tile, base, first = gl.program_id(0), 0, 0
+    sums = count(offsets, first, M, E, tiles_n, BM)
+    base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
+    done = 0
+    while expert < E:
+        start, end = bounds(offsets, expert, M, E)
+        band = local // (BAND * tiles_n)
+        height = gl.minimum(gl.cdiv(end - start, BM) - band * BAND, BAND)  # bands as in tiles.find_tile
+        local -= band * BAND * tiles_n
+        row = start + (band * BAND + local % height) * BM
+        if SCALED_X:
+            rm = row + gl.arange(0, BM, layout=LINE)
+            scale_x = gl.load(scales_x + rm, mask=rm < end, other=0.0)
+        at = done % BOXES
+        mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
+        rows.index(at).store(one * row)
+        ends.index(at).store(one * end)
+        columns.index(at).store(one * (local // height))
+        experts.index(at).store(one * expert)
+        if SCALED_X:
+            sx.index(at).store(scale_x)
+        mbarrier.arrive(posted.index(at))
+        done += 1
+        tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed")
+        base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
+    mbarrier.wait(read.index(done % BOXES), ((done // BOXES) & 1) ^ 1)
+    rows.index(done % BOXES).store(one * -1)
+    mbarrier.arrive(posted.index(done % BOXES))
+    # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
+    gl.store(ticket, 0, mask=tile == gl.num_programs(0) + total - 1)
+
+
+@gluon.jit
+def produce(
+    x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+    BYTES: gl.constexpr,
+):  # fmt: skip
+    """One warp: keep the ring of operands full, across tiles."""
+    rows, _ends, columns, experts, _sx = box
+    step, done = 0, 0
+    mbarrier.wait(posted.index(0), 0)
+    row = number(rows, 0)
+    while row >= 0:
+        channel = number(experts, done % BOXES) * N + number(columns, done % BOXES) * BN
+        mbarrier.arrive(read.index(done % BOXES))
+        for k in range(0, K, BK):
+            slot = step % STAGES
+            mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+            mbarrier.expect(full.index(slot), BYTES)
+            tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot))
+            tma.async_copy_global_to_shared(w, [channel + BN // 2, k], full.index(slot), ws1.index(slot))
+            tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+            step += 1
+        done += 1
+        mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
+        row = number(rows, done % BOXES)
+
+
+@gluon.jit
+def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.constexpr):
+    """Those of 64 channels of an [E, N] tensor of scales or biases; zeros where there is none."""
+    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    if USED:
+        result = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
+    else:
+        result = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
+    return result
+
+
+@gluon.jit
+def store(
+    acc, y, sx, scale_w, shift, out, row, end, column, N, stride_ym,
+    ACC: gl.constexpr, BM: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """Store 64 channels × BM rows of Y from an accumulator [64, BM]; the arithmetic of ``tiles.store``."""
+    value = acc
+    if SCALED_W or SCALED_X or BIAS:
+        value = value.to(gl.float32)
+    if SCALED_W:
+        value = value * gl.expand_dims(scale_w, 1)
+    if SCALED_X:
+        value = value * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
+    if BIAS:
+        value = value + gl.expand_dims(shift, 1)
+    # Channels lie side by side in memory, rows side by side in the accumulator: turned in shared memory.
+    out.permute((1, 0)).store(value.to(y.dtype.element_ty))
+    write(
+        out.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])), y, row, end, column, N, stride_ym, BM
+    )
+
+
+@gluon.jit
+def write(value, y, row, end, column, N, stride_ym, BM: gl.constexpr):
+    WIDE: gl.constexpr = value.type.layout
+    rm = row + gl.arange(0, BM, layout=gl.SliceLayout(1, WIDE))
+    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE))
+    at = gl.expand_dims(rm.to(gl.int64) * stride_ym, 1) + gl.expand_dims(rn, 0)
+    gl.store(y + at, value, mask=gl.expand_dims(rm < end, 1) & gl.expand_dims(rn < N, 0))
+
+
+@gluon.jit
+def consume(
+    y, scales_w, bias, offsets, xs, ws, box, out, full, empty, posted, read, M, E, N, K, stride_ym,
+    HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+):  # fmt: skip
+    """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
+    rows, ends, columns, experts, sx = box
+    TWO: gl.constexpr = BN == 256
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
+    DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
+    step, done = 0, 0
+    mbarrier.wait(posted.index(0), 0)
+    while number(rows, done % BOXES) >= 0:
+        at = done % BOXES
+        expert, column = number(experts, at), number(columns, at) * BN + HALF * (BN // 2)
+        if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
+            scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
+            scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
+        acc0 = gl.full([64, BM], 0, DTYPE, ACC)
+        acc1 = acc0
+        for k in range(0, K, BK):
+            slot = step % STAGES
+            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            if PROMOTE:
+                # Hopper's FP8 accumulators keep 14 bits: fresh ones every 128 of K, added in FP32 registers. Asking
+                # warpgroup_mma to promote would make it wait after every instruction instead of every fourth.
+                zero = gl.full([64, BM], 0, DTYPE, ACC)
+                for i in gl.static_range(BK // 128):
+                    b = xs.index(slot).slice(i * 128, 128, dim=1).permute((1, 0))
+                    a = ws.index(slot).slice(0, 64).slice(i * 128, 128, dim=1)
+                    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+                    acc0 += warpgroup_mma_wait(0, deps=[part])
+                    if TWO:
+                        a = ws.index(slot).slice(64, 64).slice(i * 128, 128, dim=1)
+                        part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+                        acc1 += warpgroup_mma_wait(0, deps=[part])
+                mbarrier.arrive(empty.index(slot))
+            else:
+                a, b = ws.index(slot), xs.index(slot).permute((1, 0))
+                acc0 = warpgroup_mma(a.slice(0, 64), b, acc0, is_async=True)
+                if TWO:
+                    acc1 = warpgroup_mma(a.slice(64, 64), b, acc1, is_async=True)
+                    acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+                else:
+                    acc0 = warpgroup_mma_wait(1, deps=[acc0])
+                # The products of the step before are done: its operands may be overwritten.
+                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+            step += 1
+        if not PROMOTE:
+            if TWO:
+                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+            else:
+                acc0 = warpgroup_mma_wait(0, deps=[acc0])
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        # Read again rather than kept: the loop above needs every register.
+        row, end, expert = number(rows, at), number(ends, at), number(experts, at)
+        column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
+        if PROMOTE and TWO:
+            scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
+            scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
+        shift = channel_values(bias, expert, column, N, ACC, BIAS)
+        store(acc0, y, sx.index(at), scale0, shift, out, row, end, column, N, stride_ym,
+              ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
+        if TWO:
+            shift = channel_values(bias, expert, column + 64, N, ACC, BIAS)
+            store(acc1, y, sx.index(at), scale1, shift, out, row, end, column + 64, N, stride_ym,
+                  ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
+        mbarrier.arrive(read.index(at))
+        done += 1
+        mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
+    # Rows behind the last expert are zero. No tile of the queue covers them.
+    row, end = bounds(offsets, E, M, E)
+    WIDE: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])
+    zero = gl.full([BM, 64], 0, y.dtype.element_ty, WIDE)
+    for block in range(gl.program_id(0) * 2 + HALF, gl.cdiv(end - row, BM) * gl.cdiv(N, 64), gl.num_programs(0) * 2):
+        write(zero, y, row + block // gl.cdiv(N, 64) * BM, end, block % gl.cdiv(N, 64) * 64, N, stride_ym, BM)
+
+
+@gluon.jit(do_not_specialize=["M", "E"])
+def hopper_kernel(
+    x,  # descriptor [BM, BK] over (M, K)
+    w,  # descriptor [BN/2, BK] over (E·N, K)
+    y,  # (M, N), row stride stride_ym
+    scales_x,  # (M,) float32
+    scales_w,  # (E, N) float32
+    bias,  # (E, N)
+    offsets,  # (E+1,) int32
+    ticket,  # (1,) int32, zero before and after: the queue's counter
+    M,
+    E,
+    N,
+    K,
+    stride_ym,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    BK: gl.constexpr,
+    STAGES: gl.constexpr,
+    BOXES: gl.constexpr,
+    OUT: gl.constexpr,  # layout of a block of results in shared memory
+    INT: gl.constexpr,
+    PROMOTE: gl.constexpr,
+    SCALED_X: gl.constexpr,
+    SCALED_W: gl.constexpr,
+    BIAS: gl.constexpr,
+):
+    """Grid (programs,). In each, a warp finds tiles, a warp loads operands, and two warpgroups multiply and store.
+
+    A tile's place waits in one of BOXES boxes, ``posted`` by the first warp and ``read`` by the others; its operands
+    pass through a ring of STAGES slots, ``full`` when loaded and ``empty`` when both warpgroups have used them. So the
+    loads run ahead across tiles, and while one warpgroup stores the other multiplies.
+    """
+    FLAT: gl.constexpr = mbarrier.MBarrierLayout()
+    xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    ws0 = gl.allocate_shared_memory(w.dtype, [STAGES, BN // 2, BK], w.layout)
+    ws1 = gl.allocate_shared_memory(w.dtype, [STAGES, BN // 2, BK], w.layout)
+    out0 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
+    out1 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
+    box = (
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
+        gl.allocate_shared_memory(gl.float32, [BOXES, BM], FLAT),
+    )
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
+    posted = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
+    read = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=2)
+    for i in gl.static_range(BOXES):
+        mbarrier.init(posted.index(i), count=1)
+        mbarrier.init(read.index(i), count=3)
+    fence_async_shared()
+    BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
+    gl.warp_specialize(
+        [
+            (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K, stride_ym,
+                       0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K, stride_ym,
+                       1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES, BYTES)),
+            (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
+        ],
+        [4, 1, 1],
+        [232, 40, 40],
+    )  # fmt: skip
+
+
+BOXES = 4
+"""Tiles found ahead: more than the ring of operands can hold where tiles are short."""
+
+
+def hopper_mm(
+    out: Tensor,
+    x: Tensor,
+    w: Tensor,
+    scales_x: Tensor | None,
+    scales_w: Tensor | None,
+    offsets: Tensor,
+    bias: Tensor | None,
+    ticket: Tensor,
+    config: TileConfig,
+    sms: int,
+    promote: int,
+) -> None:
+    """Launch for operands that ``grouped_mm`` has prepared and a configuration that ``tune.supports``."""
+    (M, K), (E, N) = x.shape, w.shape[:2]
+    bm, bn, bk = config.block_m, config.block_n, config.block_k
+    layout = gl.NVMMASharedLayout(128, x.element_size() * 8, rank=2)
+    hopper_kernel[(min(sms, max_row_tiles(M, E, bm) * triton.cdiv(N, bn)),)](
+        TensorDescriptor(x, [M, K], [x.stride(0), 1], [bm, bk], layout),
+        TensorDescriptor(w, [E * N, K], [K, 1], [bn // 2, bk], layout),
+        out,
+        scales_x,
+        scales_w,
+        bias,
+        offsets,
+        ticket,
+        M,
+        E,
+        N,
+        K,
+        out.stride(0),
+        BM=bm,
+        BN=bn,
+        BK=bk,
+        STAGES=config.num_stages,
+        BOXES=BOXES,
+        OUT=gl.NVMMASharedLayout(128, out.element_size() * 8, rank=2),
+        INT=x.dtype == torch.int8,
+        PROMOTE=promote > 0,
+        SCALED_X=scales_x is not None,
+        SCALED_W=scales_w is not None,
+        BIAS=bias is not None,
+        num_warps=4,
+    )

@@ -1,0 +1,126 @@
+"""The warp-specialised kernel on a Hopper GPU, at every edge; nothing else can run it (Triton's interpreter cannot)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lowgmm
+from lowgmm.gpu import describe
+from lowgmm.testing import Operands, check_gmm, make_operands
+from lowgmm.tune import Problem, TileConfig, supports
+
+pytestmark = pytest.mark.gpu
+
+TILES = ("16x128x256", "32x256x128", "64x128x128", "64x256x128", "128x128x128", "128x256x128")
+CASES = {
+    "plain": ((40, 3, 128, 17), 256, 512, 0),
+    "empty experts and rows behind the last": ((0, 130, 0, 1, 0), 128, 256, 77),
+    "no expert has rows": ((0, 0, 0), 128, 128, 9),
+    "narrow N and a K tail": ((9, 33), 72, 144, 3),
+    "N that is no multiple of 16": ((70, 5), 100, 272, 0),
+    "more experts than a warp counts at a time": ((1, 0, 5) * 15, 192, 128, 5),
+    "hundreds of experts": ((2,) * 300, 64, 128, 0),
+    "one row": ((1,), 64, 64, 0),
+    "bands of row tiles": ((1300, 40), 512, 128, 0),
+}
+DTYPES = ("int8", "fp8", "bfloat16", "float16")
+
+
+def config_of(tile: str, o: Operands, out_dtype: torch.dtype) -> str:
+    """The tile with as many stages as fit."""
+    bm, bn, bk = (int(v) for v in tile.split("x"))
+    problem = Problem(len(o.sizes), len(o.x), o.w.shape[1], o.w.shape[2], o.x.dtype, out_dtype)
+    reasons = []
+    for stages in (4, 3, 2):
+        config = TileConfig(bm, bn, bk // o.x.element_size(), True, True, True, "queue", 1, 4, stages)
+        reasons.append(supports(problem, config, describe(o.x.device)))
+        if reasons[-1] is None:
+            return str(config)
+    return pytest.skip(reasons[-1] or "")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", CASES)
+def test_against_the_oracle(name: str, tile: str, dtype: str) -> None:
+    sizes, n_size, k_size, behind = CASES[name]
+    o = make_operands(list(sizes), n_size, k_size, dtype, extra_rows=behind, device="cuda")
+    bias = torch.randn(len(sizes), n_size, device="cuda")
+    for out_dtype in (torch.bfloat16, torch.float32):
+        config = config_of(tile, o, out_dtype)
+        call = {"expert_sizes": o.sizes, "out_dtype": out_dtype, "config": config}
+        y = lowgmm.gmm(o.x, o.weights, o.scales_x, **call)
+        check_gmm(y, o, config)
+        assert not y[int(o.sizes.sum()) :].any()
+        assert torch.equal(y, lowgmm.gmm(o.x, o.weights, o.scales_x, **call)), "two calls differ"
+        with_bias = lowgmm.gmm(o.x, o.weights, o.scales_x, bias=bias, **call)
+        rows = torch.repeat_interleave(torch.arange(len(sizes), device="cuda"), o.sizes)
+        used = len(rows)
+        if not used:
+            continue
+        want = y[:used].float() + bias[rows]
+        torch.testing.assert_close(with_bias[:used].float(), want, rtol=2**-7, atol=2**-7 * float(want.abs().max()))
+
+
+@pytest.mark.parametrize("tile", TILES)
+@pytest.mark.parametrize("name", CASES)
+def test_int8_sums_are_exact(name: str, tile: str) -> None:
+    sizes, n_size, k_size, behind = CASES[name]
+    o = make_operands(list(sizes), n_size, k_size, "int8", extra_rows=behind, device="cuda")
+    y = lowgmm.gmm(o.x, o.w, expert_sizes=o.sizes, out_dtype=torch.int32, config=config_of(tile, o, torch.int32))
+    assert torch.equal(y.double(), replace(o, scales_x=None, scales_w=None).exact())
+
+
+def test_rows_of_a_wider_tensor_and_neighbours_are_respected() -> None:
+    o = make_operands([40, 9], 128, 256, "int8", device="cuda")
+    wide = torch.full((49, 160), 7.0, device="cuda", dtype=torch.bfloat16)
+    lowgmm.gmm(
+        o.x, o.weights, o.scales_x, expert_sizes=o.sizes, output=wide[:, 16:144],
+        config=config_of("64x128x128", o, torch.bfloat16),
+    )  # fmt: skip
+    check_gmm(wide[:, 16:144].contiguous(), o)
+    assert (wide[:, :16] == 7).all()
+    assert (wide[:, 144:] == 7).all()
+
+
+def test_graphs_and_streams_side_by_side() -> None:
+    """The queue's counter: left at zero by every launch, and never shared by launches that may overlap."""
+    operands = [make_operands([300, 20, 7], 512, 1024, "int8", device="cuda", seed=seed) for seed in range(4)]
+    config = config_of("64x128x128", operands[0], torch.bfloat16)
+
+    def call(o: Operands) -> torch.Tensor:
+        return lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, config=config)
+
+    want = [call(o) for o in operands]
+    graphs, outputs = [], []
+    for o in operands[:2]:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append(call(o))
+        graphs.append(graph)
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    torch.cuda.synchronize()
+    for _ in range(50):
+        for stream, graph in zip(streams[:2], graphs, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+        for stream, o in zip(streams[2:], operands[2:], strict=True):
+            with torch.cuda.stream(stream):
+                outputs.append(call(o))
+    torch.cuda.synchronize()
+    for i, y in enumerate(outputs):
+        assert torch.equal(y, want[i if i < 2 else 2 + i % 2])
+
+
+def test_reduce_overhead_compiles_the_first_call_into_a_graph() -> None:
+    o = make_operands([30, 20], 128, 256, "int8", device="cuda")
+    config = config_of("64x128x128", o, torch.bfloat16)
+    call = torch.compile(
+        lambda x, s: lowgmm.gmm(x, o.weights, s, expert_offsets=o.offsets, config=config) + 1, mode="reduce-overhead"
+    )
+    want = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_offsets=o.offsets, config=config) + 1
+    for _ in range(4):
+        assert torch.equal(call(o.x, o.scales_x).clone(), want)
