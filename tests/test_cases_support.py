@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -40,7 +40,28 @@ GMM_RUNS = [pytest.param(CPU, None, id="cpu")] + [
 ]
 
 
-ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu,
+    "gelu": torch.nn.functional.gelu,
+    "relu2": lambda gate: gate.clamp(min=0) ** 2,
+    "none": lambda gate: gate,
+}
+
+
+def gate(gate_up: Tensor, activation: str, options: dict[str, Any]) -> Tensor:
+    """h of ``gate_up``; written apart from the library's, on purpose."""
+    layout, limit = options.get("gate_up", "concatenated"), options.get("limit")
+    if layout == "none":
+        return ACTIVATIONS[activation](gate_up)
+    inner = gate_up.shape[-1] // 2
+    g, u = gate_up.split(inner, -1) if layout == "concatenated" else gate_up.unflatten(-1, (inner, 2)).unbind(-1)
+    if activation == "swiglu_oai":
+        limit, alpha = limit or 7.0, options.get("alpha") or 1.702
+        g, u = g.minimum(torch.full_like(g, limit)), u.clamp(-limit, limit)
+        return g / (1 + torch.exp(-alpha * g)) * (1 + u)
+    if limit is not None:
+        g, u = g.minimum(torch.full_like(g, limit)), u.clamp(-limit, limit)
+    return ACTIVATIONS[activation](g) * u
 
 
 def dense(w: Tensor | QuantTensor) -> Tensor:
@@ -59,6 +80,18 @@ def _rounded(x: Tensor, w: Tensor | QuantTensor) -> Tensor:
     return q * scale
 
 
+def _requantised(h: Tensor, w2: Tensor | QuantTensor, expert: int, options: dict[str, Any]) -> Tensor:
+    how = options.get("requantize", "token")
+    if how == "group128":
+        return torch.cat([_rounded(part, w2) for part in h.split(128, 1)], 1)
+    if how == "static":
+        assert isinstance(w2, QuantTensor)
+        qmax, scale = FORMATS[w2.format.name].qmax, options["scales_h"][expert].to(h.dtype)
+        q = (h / scale).clamp(-qmax, qmax)
+        return (q.round() if w2.format.name == "int8" else q.float().to(w2.format.dtype).to(h.dtype)) * scale
+    return _rounded(h, w2)
+
+
 def compose_layer(
     hidden: Tensor,
     w13: Tensor | QuantTensor,
@@ -68,10 +101,12 @@ def compose_layer(
     activation: str,
     compute: torch.dtype,
     between: torch.dtype,
+    **options: Any,
 ) -> Tensor:
     """The expert layer as a loop over experts, multiplying in ``compute`` what the operands stand for.
 
-    ``between`` is the dtype that values pass through between the steps. Nothing here calls the library's layer code.
+    ``between`` is the dtype that h is rounded to, and in float32 the experts' outputs. Nothing here calls the library's
+    layer code.
     """
     w13_EJH, w2_EHI = dense(w13).to(compute), dense(w2).to(compute)
     out = torch.zeros(hidden.shape, dtype=compute, device=hidden.device)
@@ -79,17 +114,23 @@ def compose_layer(
         token, slot = (ids == e).nonzero(as_tuple=True)
         if not len(token):
             continue
+        weight = weights[token, slot].to(compute).unsqueeze(1)
         gate_up = _rounded(hidden[token].to(compute), w13) @ w13_EJH[e].T
+        if options.get("weight_on_input"):
+            gate_up, weight = gate_up * weight, torch.ones_like(weight)
+        if (bias := options.get("bias_w13")) is not None:
+            gate_up = gate_up + bias[e].to(compute)
         if compute == torch.float32 and gate_up.is_cuda and isinstance(w13, QuantTensor) and not w13.format.exact:
             # Hopper keeps about 14 bits of an FP8 partial sum. That moves few results by more than FP32 would, but it
             # takes some of them over a rounding edge of the requantised intermediate, a step of up to 1/16.
             noise = torch.rand(gate_up.shape, generator=torch.Generator().manual_seed(e)).to(gate_up) - 0.5
             gate_up = gate_up + noise * gate_up.abs().amax(1, keepdim=True) * 2.0**-13
-        gate_up = gate_up.to(between).to(compute)
-        gate, up = gate_up.chunk(2, 1)
-        h = (ACTIVATIONS[activation](gate) * up).to(between).to(compute)
-        y = (_rounded(h, w2) @ w2_EHI[e].T).to(between).to(compute)
-        out.index_add_(0, token, y * weights[token, slot].to(compute).unsqueeze(1))
+        h = gate(gate_up, activation, options).to(between).to(compute)
+        y = _requantised(h, w2, e, options) @ w2_EHI[e].T
+        if (bias := options.get("bias_w2")) is not None:
+            y = y + bias[e].to(compute)
+        y = y.to(between).to(compute) if compute == torch.float32 else y
+        out.index_add_(0, token, y * weight)
     return out
 
 
@@ -101,6 +142,7 @@ def check_layer(
     ids: Tensor,
     weights: Tensor,
     activation: str = "silu",
+    **options: Any,
 ) -> None:
     """Hold a layer's result against the float64 layer, and against the same with its activations quantised.
 
@@ -110,8 +152,9 @@ def check_layer(
     assert result.dtype == hidden.dtype
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
     arguments = (hidden, w13, w2, ids, weights, activation)
-    independent = compose_layer(*arguments, torch.float32, between).to(hidden.dtype)
-    exact = reference.moe_ffn(hidden, dense(w13), dense(w2), ids, weights, activation=activation)
+    independent = compose_layer(*arguments, torch.float32, between, **options).to(hidden.dtype)
+    known = {name: value for name, value in options.items() if name != "scales_h"}
+    exact = reference.moe_ffn(hidden, dense(w13), dense(w2), ids, weights, activation=activation, **known)
     assert_within_budget(result, exact, independent, "moe_ffn")
-    contract = compose_layer(*arguments, torch.float64, torch.float64)
+    contract = compose_layer(*arguments, torch.float64, between, **options)
     assert_within_budget(result, contract, independent, "moe_ffn on quantised activations")

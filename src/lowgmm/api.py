@@ -7,11 +7,10 @@ from torch import Tensor
 
 from lowgmm import ops
 from lowgmm.formats import FLOATS, QuantTensor, get_format
-from lowgmm.reference import activate
-from lowgmm.routing import Routing, route
+from lowgmm.routing import Routing
 from lowgmm.shapes import ShapeError
 from lowgmm.tune import TileConfig
-from lowgmm.validate import check_moe, check_sizes
+from lowgmm.validate import check_sizes
 
 
 def gmm(
@@ -139,6 +138,66 @@ def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: 
     return xq, scales
 
 
+def route(
+    topk_ids: Tensor | None = None,
+    num_experts: int | None = None,
+    *,
+    logits: Tensor | None = None,
+    top_k: int | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    impl: str = "auto",
+) -> Routing:
+    """Choose experts from logits, or take the ids that are given, and sort the (token, expert) pairs by expert.
+
+    With logits: ``score = softmax(logits)`` or ``sigmoid(logits)``; the ``top_k`` experts with the highest ``score +
+    bias`` are chosen, of equal ones the lower id first; their weights are their scores, divided by the sum of the
+    chosen if ``renormalize``, times ``scale``. With ``num_groups > 1`` only the ``topk_groups`` groups of experts count
+    whose two best experts sum highest. (DeepSeek-V3: sigmoid, bias, 8 groups of which 4, scale 2.5.)
+
+    Args:
+        topk_ids: [T, A] int32 or int64 expert ids. Ids outside ``[0, num_experts)`` contribute nothing.
+        num_experts: E; given with ``topk_ids``, and E of the logits otherwise.
+        logits: [T, E] bfloat16, float16 or float32, instead of ``topk_ids``; the scores are float32.
+        top_k: A, with logits.
+        bias: [E] float, added for the choice only.
+        impl: as in :func:`gmm`.
+
+    Returns:
+        A :class:`Routing`; with logits it holds ``topk_ids`` and ``topk_weights``, which :func:`moe_ffn` takes. Nothing
+        is read back to the host.
+
+    Raises:
+        ShapeError: a shape, ``num_experts``, ``top_k`` or the groups. DtypeError: ids are not integers.
+        UnsupportedError: unknown scoring.
+
+    >>> import torch
+    >>> r = route(torch.tensor([[2, 0], [0, 2], [2, -1]]), num_experts=3)
+    >>> r.sizes.tolist(), r.offsets.tolist(), r.tokens.tolist()
+    ([2, 0, 3], [0, 2, 2, 5], [0, 1, 0, 1, 2, 2])
+    >>> r = route(logits=torch.tensor([[0.0, 2.0, 1.0, 2.0]]), top_k=2)
+    >>> r.topk_ids.tolist(), r.topk_weights.tolist()
+    ([[1, 3]], [[0.5, 0.5]])
+    """
+    weights = None
+    if logits is not None:
+        if topk_ids is not None or num_experts is not None or top_k is None:
+            raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
+        topk_ids, weights = torch.ops.lowgmm.select_experts(
+            logits, bias, top_k, scoring, renormalize, num_groups, topk_groups, scale, impl
+        )
+        num_experts = logits.shape[1]
+    elif topk_ids is None or num_experts is None:
+        raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
+    order, inverse, offsets = torch.ops.lowgmm.route(topk_ids, num_experts, impl)
+    chosen = None if weights is None else topk_ids
+    return Routing(order, inverse, offsets.diff(), offsets, topk_ids.shape[1], chosen, weights)
+
+
 def moe_ffn(
     hidden: Tensor,
     w13: Tensor | QuantTensor,
@@ -146,28 +205,50 @@ def moe_ffn(
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
+    bias_w13: Tensor | None = None,
+    bias_w2: Tensor | None = None,
     activation: str = "silu",
+    gate_up: str = "concatenated",
+    alpha: float | None = None,
+    limit: float | None = None,
+    weight_on_input: bool = False,
+    requantize: str = "token",
+    scales_h: Tensor | None = None,
     clip: float | None = None,
     impl: str = "auto",
+    config: str | None = None,
 ) -> Tensor:
     """The expert layer: route, gather, gate and up GMM, activation, down GMM, weighted sum back in token order.
 
     ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``x = hidden[t]``, ``e =
-    topk_ids[t, a]``.
+    topk_ids[t, a]``; biases are added to each product.
 
     With quantised weights, each token is quantised before it is gathered (once, however many experts it visits) and the
-    intermediate is quantised again per row. Between the GMMs values are bfloat16 for a bfloat16 ``hidden`` and float32
-    otherwise: a float16 intermediate could overflow. The sum over experts is float32, in slot order.
+    intermediate h is quantised again. h and the experts' outputs are bfloat16 for a bfloat16 ``hidden`` and float32
+    otherwise: a float16 intermediate could overflow. The sum over experts is float32, in slot order, so the result has
+    the same bits every time, and a token's does not depend on the other tokens of a call that runs the same kernels.
 
     Args:
         hidden: [T, H] bfloat16, float16 or float32.
-        w13: [E, 2I, H], gate rows first; a tensor of ``hidden``'s dtype or a :class:`QuantTensor`.
+        w13: [E, 2I, H]; a tensor of ``hidden``'s dtype or a :class:`QuantTensor`.
         w2: [E, H, I], likewise.
-        topk_ids: [T, A] int32 or int64; ids outside [0, E) contribute nothing.
+        topk_ids: [T, A] int32 or int64; ids outside [0, E) contribute nothing. A repeated id counts once per slot.
         topk_weights: [T, A] float.
-        activation: ``"silu"`` (SwiGLU) or ``"gelu"`` (GeGLU).
+        bias_w13: [E, 2I] float, in the order of w13's rows.
+        bias_w2: [E, H] float.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (GeGLU, exact), ``"relu2"`` (squared ReLU), ``"none"``, each of the
+            gate; or ``"swiglu_oai"``: ``gate · sigmoid(alpha · gate) · (up + 1)``, clamped.
+        gate_up: rows of w13: ``"concatenated"`` (gate rows first), ``"interleaved"`` (gate and up rows in turns) or
+            ``"none"``: w13 is [E, I, H] and h is ``act(x W13ₑᵀ)``.
+        alpha: of swiglu_oai; default 1.702.
+        limit: clamp the gate to at most this and up to ±this; default 7 for swiglu_oai, else no clamp.
+        weight_on_input: apply ``topk_weights`` to the tokens (``x W13ₑᵀ`` is multiplied) instead of the outputs.
+        requantize: scales of the quantised h: ``"token"`` (one per row), ``"group128"`` (one per row and 128 columns)
+            or ``"static"`` (``scales_h``, one per expert; larger values saturate).
+        scales_h: [E] float, for ``requantize="static"``.
         clip: outlier threshold when ``hidden`` is quantised, see :func:`quantize_tokens`.
         impl: as in :func:`gmm`.
+        config: how a GPU runs the layer, the string of a :class:`lowgmm.plan.LayerConfig`; default: chosen by size.
 
     Returns:
         [T, H] in ``hidden``'s dtype. A token without an expert gives exact zeros.
@@ -183,41 +264,11 @@ def moe_ffn(
     >>> torch.allclose(y.double(), lowgmm.reference.moe_ffn(x, w13, w2, ids, weights), rtol=1e-4, atol=1e-4)
     True
     """
-    n = check_moe(hidden, w13, w2, topk_ids, topk_weights, activation, clip)
-    between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
-    routing = route(topk_ids, n["E"])
-    h = activate(_gather_gmm(hidden, w13, routing, between, clip, impl), activation)
-    y = _down_gmm(h, w2, routing, between, impl)
-    y = y[routing.inverse].view(n["T"], n["A"], n["H"])
-    # A slot without an expert has zeros in y, but its weight may be anything. No matrix product: autocast lowers those.
-    has_expert = (topk_ids >= 0) & (topk_ids < n["E"])
-    weights = topk_weights.float().where(has_expert, 0.0)
-    return (y.float() * weights.unsqueeze(-1)).sum(1).to(hidden.dtype)
-
-
-def _gather_gmm(
-    hidden: Tensor,
-    w13: Tensor | QuantTensor,
-    routing: Routing,
-    out_dtype: torch.dtype,
-    clip: float | None,
-    impl: str,
-) -> Tensor:
-    """``gmm(hidden[routing.tokens], w13)``, quantising each token once rather than once per expert."""
-    if not isinstance(w13, QuantTensor):
-        return gmm(hidden[routing.tokens], w13, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
-    xq, scales = quantize_tokens(hidden, w13.format.name, clip, impl=impl)
-    rows = routing.tokens
-    # index_select of float8 is missing on some backends; the bytes are the same.
-    xq = xq.view(torch.uint8)[rows].view(xq.dtype)
-    return gmm(xq, w13, scales[rows], None, routing.offsets, out_dtype=out_dtype, impl=impl)
-
-
-def _down_gmm(h: Tensor, w2: Tensor | QuantTensor, routing: Routing, out_dtype: torch.dtype, impl: str) -> Tensor:
-    """``gmm(h, w2)`` for an intermediate that is wider than half precision where ``w2`` is half precision."""
-    if not isinstance(w2, Tensor) or w2.dtype != torch.float16:
-        return gmm(h, w2, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
-    # A power of two per row keeps fp16 operands in range and costs no rounding: act(gate)·up easily exceeds 65 504.
-    exponent = torch.frexp(h.abs().amax(-1, keepdim=True)).exponent.clamp(min=0)
-    y = gmm(torch.ldexp(h, -exponent).half(), w2, expert_offsets=routing.offsets, out_dtype=out_dtype, impl=impl)
-    return torch.ldexp(y, exponent)
+    (up, scales_w13), (down, scales_w2) = (
+        (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
+    )
+    result: Tensor = torch.ops.lowgmm.moe_ffn(
+        hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
+        activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
+    )  # fmt: skip
+    return result

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowgmm import native
+from lowgmm import compose, native
 from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, format_of
+from lowgmm.layer import LayerSpec, Weights
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import UnsupportedError
 
@@ -110,6 +111,34 @@ def gmm(
         if bias is not None:
             y = y + bias[e]
         out[a:b] = y
+
+
+def moe_ffn(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+) -> Tensor:
+    """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments."""
+
+    def multiply(
+        x: Tensor,
+        weights: list[Tensor],
+        scales_x: Tensor | None,
+        scales_w: Tensor | None,
+        offsets: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        out = torch.empty(x.shape[0], weights[0].shape[1], dtype=dtype, device="cpu")
+        if out.numel():
+            gmm(out, x, weights, scales_x, scales_w, offsets, bias, None)
+        return out
+
+    return compose.moe_ffn(hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, multiply, quantize_tokens)
 
 
 def _product(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:

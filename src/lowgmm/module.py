@@ -10,9 +10,11 @@ from torch import Tensor, nn
 
 from lowgmm.api import moe_ffn
 from lowgmm.formats import INT8, QuantTensor, get_format
+from lowgmm.layer import LayerSpec
 from lowgmm.quant import quantize
 
-WEIGHTS = ("w13", "w2")
+WEIGHTS = ("w13", "w2", "bias_w13", "bias_w2", "scales_h")
+"""What a layer holds; the last three may be None."""
 
 
 class MoEExperts(nn.Module):
@@ -35,26 +37,58 @@ class MoEExperts(nn.Module):
 
     w13: Tensor | QuantTensor
     w2: Tensor | QuantTensor
+    bias_w13: Tensor | None
+    bias_w2: Tensor | None
+    scales_h: Tensor | None
 
-    def __init__(self, w13: Tensor | QuantTensor, w2: Tensor | QuantTensor, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        w13: Tensor | QuantTensor,
+        w2: Tensor | QuantTensor,
+        activation: str = "silu",
+        *,
+        bias_w13: Tensor | None = None,
+        bias_w2: Tensor | None = None,
+        scales_h: Tensor | None = None,
+        **options: Any,
+    ) -> None:
+        """``options`` are those of :class:`lowgmm.layer.LayerSpec`: gate_up, alpha, limit, weight_on_input, requantize,
+        clip."""
         super().__init__()
-        self.w13, self.w2 = (_settle(w.detach() if isinstance(w, Tensor) else w) for w in (w13, w2))
-        self.activation = activation
+        for name, w in zip(WEIGHTS, (w13, w2, bias_w13, bias_w2, scales_h), strict=True):
+            setattr(self, name, _settle(w.detach() if isinstance(w, Tensor) else w))
+        self.spec = LayerSpec(activation, **options)
 
     @classmethod
-    def from_dense(cls, w13: Tensor, w2: Tensor, format: str | None = None, activation: str = "silu") -> MoEExperts:
-        """From dense weights w13 [E, 2I, H] (gate rows first) and w2 [E, H, I]; ``format=None`` keeps their dtype."""
+    def from_dense(
+        cls, w13: Tensor, w2: Tensor, format: str | None = None, activation: str = "silu", **rest: Any
+    ) -> MoEExperts:
+        """From dense weights w13 [E, 2I, H] and w2 [E, H, I]; ``format=None`` keeps their dtype."""
         if format is None:
-            return cls(w13, w2, activation)
-        return cls(quantize(w13, format), quantize(w2, format), activation)
+            return cls(w13, w2, activation, **rest)
+        return cls(quantize(w13, format), quantize(w2, format), activation, **rest)
 
     def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        return moe_ffn(hidden, self.w13, self.w2, topk_ids, topk_weights, activation=self.activation)
+        return moe_ffn(
+            hidden,
+            self.w13,
+            self.w2,
+            topk_ids,
+            topk_weights,
+            bias_w13=self.bias_w13,
+            bias_w2=self.bias_w2,
+            scales_h=self.scales_h,
+            **self._options,
+        )
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {field: getattr(self.spec, field) for field in LayerSpec.__dataclass_fields__}
 
     def extra_repr(self) -> str:
         e, h, i = self.w2.shape
         kind = self.w13.format.name if isinstance(self.w13, QuantTensor) else str(self.w13.dtype).removeprefix("torch.")
-        return f"experts={e}, hidden={h}, intermediate={i}, format={kind}, activation={self.activation}"
+        return f"experts={e}, hidden={h}, intermediate={i}, format={kind}, activation={self.spec.activation}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoEExperts:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -64,7 +98,7 @@ class MoEExperts(nn.Module):
                 # As bytes the values are no floats, so fn moves them but cannot convert an FP8 tensor to another dtype.
                 moved = fn(w.plain().view(torch.uint8)).view(w.format.dtype)
                 w = QuantTensor(moved, w.scales.to(moved.device), w.format)
-            else:
+            elif w is not None:
                 w = fn(w)
             setattr(self, name, _settle(w))
         return self
@@ -116,7 +150,7 @@ class MoEExperts(nn.Module):
                     error_msgs.append(
                         f"{key}: expected {list(was.shape)} {was.dtype}, got {list(now.shape)} {now.dtype}."
                     )
-            if not missing:
+            if old and not missing:
                 new = [t.detach().clone().to(was.device) for t, was in zip(new, old.values(), strict=True)]
                 loaded = QuantTensor(new[0], new[1], w.format) if isinstance(w, QuantTensor) else new[0]
                 setattr(self, name, _settle(loaded))
@@ -124,12 +158,14 @@ class MoEExperts(nn.Module):
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
 
 
-def _parts(w: Tensor | QuantTensor) -> dict[str, Tensor]:
+def _parts(w: Tensor | QuantTensor | None) -> dict[str, Tensor]:
     """The tensors of a weight under their names in a state dict."""
+    if w is None:
+        return {}
     return {".values": w.plain(), ".scales": w.scales} if isinstance(w, QuantTensor) else {"": w}
 
 
-def _settle(w: Tensor | QuantTensor) -> Tensor | QuantTensor:
+def _settle(w: Tensor | QuantTensor | None) -> Tensor | QuantTensor | None:
     """A weight in the form its device's backend wants."""
     if isinstance(w, QuantTensor) and w.values is not None and w.format is INT8 and w.device.type == "cpu":
         from lowgmm.cpu import pack

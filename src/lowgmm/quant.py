@@ -33,11 +33,23 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tup
     # Both divisions are tensor by tensor, because torch may turn one with a number into a product with a reciprocal.
     qmax = torch.full_like(absmax, fmt.qmax)
     inverse = qmax / absmax.clamp(min=SMALLEST_ABSMAX)
-    q = (x * inverse.unsqueeze(-1)).nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
+    return _round_to(x * inverse.unsqueeze(-1), fmt), absmax / qmax
+
+
+def quantize_with_scales(x: Tensor, scales: Tensor, fmt: QuantFormat) -> Tensor:
+    """``x [..., K]`` with the scales [...] float32 that are given: values ``clamp(round(x · (1 / scale)), ±qmax)``.
+
+    A scale of 0 gives zeros.
+    """
+    inverse = torch.where(scales > 0, torch.ones_like(scales) / scales, 0.0)
+    return _round_to(x.float() * inverse.unsqueeze(-1), fmt)
+
+
+def _round_to(scaled: Tensor, fmt: QuantFormat) -> Tensor:
+    q = scaled.nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
     if not fmt.dtype.is_floating_point:
         q = q.round_()
-    q = q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype, memory_format=torch.contiguous_format)
-    return q, absmax / qmax
+    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype, memory_format=torch.contiguous_format)
 
 
 def quantize(w: Tensor, format: str) -> QuantTensor:

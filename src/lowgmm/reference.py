@@ -7,12 +7,13 @@ numerics contract rounds.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowgmm.formats import QuantTensor
-from lowgmm.routing import route
+from lowgmm.layer import LayerSpec, activate
 
 
 def gmm(
@@ -60,35 +61,25 @@ def _bounds(offsets: Tensor | None, sizes: Tensor | None) -> list[int]:
     return [0, *(int(v) for v in sizes.cumsum(0).tolist())]
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": lambda gate: gate * torch.sigmoid(gate),
-    "gelu": torch.nn.functional.gelu,
-}
-"""What is applied to the gate: SwiGLU's SiLU, or GeGLU's exact (erf) GELU."""
-
-
-def activate(gate_up: Tensor, activation: str = "silu") -> Tensor:
-    """``act(gate) · up`` for ``gate_up [..., 2I]`` with the gate half first, in the dtype given."""
-    gate, up = gate_up.chunk(2, -1)
-    return ACTIVATIONS[activation](gate) * up
-
-
 def moe_ffn(
     hidden: Tensor,
-    w13: Tensor,
-    w2: Tensor,
+    w13: Tensor | QuantTensor,
+    w2: Tensor | QuantTensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
     *,
-    activation: str = "silu",
+    bias_w13: Tensor | None = None,
+    bias_w2: Tensor | None = None,
+    spec: LayerSpec | None = None,
+    **options: Any,
 ) -> Tensor:
-    """The expert layer of dense (or dequantised) weights in float64.
+    """The expert layer in float64, without quantising an activation.
 
-    ``out[t] = Σ_a topk_weights[t, a] · (act(x W13ₑ[:I]ᵀ) · (x W13ₑ[I:]ᵀ)) W2ₑᵀ`` with ``e = topk_ids[t, a]``.
+    ``out[t] = Σ_a w · (act(x W13ₑ[:I]ᵀ + b13) · (x W13ₑ[I:]ᵀ + b13)) W2ₑᵀ + w · b2`` with ``w = topk_weights[t, a]``
+    and ``e = topk_ids[t, a]``; with ``weight_on_input`` w multiplies ``x W13ₑᵀ`` instead.
 
-    hidden [T, H], w13 [E, 2I, H] (gate rows first), w2 [E, H, I], topk_ids and topk_weights [T, A]; returns [T, H]
-    float64.
-    Ids outside [0, E) contribute nothing.
+    hidden [T, H], w13 [E, 2I, H] (or [E, I, H] without a gate), w2 [E, H, I], topk_ids and topk_weights [T, A]; returns
+    [T, H] float64. Ids outside [0, E) contribute nothing. ``options`` are those of :class:`lowgmm.layer.LayerSpec`.
 
     >>> import torch
     >>> one = torch.ones(1, 1, 1)
@@ -96,9 +87,28 @@ def moe_ffn(
     >>> round(y.item(), 4)  # 2 · silu(1) · 1
     1.4621
     """
-    num_experts, (num_tokens, top_k) = w13.shape[0], topk_ids.shape
-    r = route(topk_ids, num_experts)
-    gate_up = gmm(hidden[r.tokens], w13, expert_offsets=r.offsets)
-    y = gmm(activate(gate_up, activation), w2, expert_offsets=r.offsets)
-    y = y[r.inverse].view(num_tokens, top_k, -1)
-    return (y * topk_weights.double().unsqueeze(-1)).sum(1)
+    spec = spec or LayerSpec(**options)
+    num_experts = w13.shape[0]
+    out = torch.zeros(hidden.shape[0], w2.shape[1], dtype=torch.float64, device=hidden.device)
+    up, down = _dense(w13), _dense(w2)
+    for e in range(num_experts):
+        token, slot = (topk_ids == e).nonzero(as_tuple=True)
+        weight = topk_weights[token, slot].double().unsqueeze(1)
+        gate_up = hidden[token].double() @ up(e).T
+        if spec.weight_on_input:
+            gate_up = gate_up * weight
+        if bias_w13 is not None:
+            gate_up = gate_up + bias_w13[e].double()
+        y = activate(gate_up, spec) @ down(e).T
+        if bias_w2 is not None:
+            y = y + bias_w2[e].double()
+        out.index_add_(0, token, y if spec.weight_on_input else y * weight)
+    return out
+
+
+def _dense(w: Tensor | QuantTensor) -> Callable[[int], Tensor]:
+    """Expert -> its matrix in float64."""
+    if isinstance(w, QuantTensor):
+        values, scales = w.plain(), w.scales.reshape(w.shape[:2])
+        return lambda e: values[e].double() * scales[e].double().unsqueeze(1)
+    return lambda e: w[e].double()

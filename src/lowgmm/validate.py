@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, FORMATS, QuantTensor, format_of
-from lowgmm.reference import ACTIVATIONS
+from lowgmm.formats import FLOATS, FORMATS, format_of
+from lowgmm.layer import ACTIVATIONS, LAYOUTS, REQUANTIZE, LayerSpec, Weights
 from lowgmm.shapes import (
     DtypeError,
     ShapeError,
@@ -157,37 +156,87 @@ def check_sizes(sizes: Tensor, offsets: Tensor | None) -> None:
 
 def check_moe(
     hidden: Tensor,
-    w13: Tensor | QuantTensor,
-    w2: Tensor | QuantTensor,
+    w13: Weights,
+    w2: Weights,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str,
-    clip: float | None,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+    impl: str,
 ) -> dict[str, int]:
-    """Everything about a moe_ffn call; returns the sizes T, H, A, E, I."""
+    """Everything about a moe_ffn call that does not need the tensors' contents; returns the sizes T, H, A, E, I."""
+    op = "moe_ffn"
+    check_impl(op, impl)
+    _check_spec(spec)
+    rows = "E 2I" if spec.gated else "E I"
     sizes = bind(
-        "moe_ffn",
+        op,
         hidden=(hidden, "T H"),
-        w13=(w13, "E 2I H"),
-        w2=(w2, "E H I"),
+        w13=(w13.operands[0], f"{rows} H"),
+        w2=(w2.operands[0], "E H I"),
         topk_ids=(topk_ids, "T A"),
         topk_weights=(topk_weights, "T A"),
+        scales_w13=(w13.scales, f"{rows} 1?"),
+        scales_w2=(w2.scales, "E H 1?"),
+        bias_w13=(w13.bias, rows),
+        bias_w2=(w2.bias, "E H"),
+        scales_h=(scales_h, "E"),
     )
-    on: dict[str, Any] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
-    for name, w in (("w13", w13), ("w2", w2)):
-        on[name] = w.scales if isinstance(w, QuantTensor) else w
-        if not isinstance(w, QuantTensor):
-            hint = "Quantised weights come as a QuantTensor, which brings their scales (lowgmm.quantize)."
-            check_dtype("moe_ffn", name, w, (hidden.dtype,), hint)
-    check_device("moe_ffn", **on)
-    check_dtype("moe_ffn", "hidden", hidden, FLOATS)
-    check_dtype("moe_ffn", "topk_ids", topk_ids, (torch.int32, torch.int64))
-    check_dtype("moe_ffn", "topk_weights", topk_weights, FLOATS)
-    if activation not in ACTIVATIONS:
-        raise UnsupportedError(f"moe_ffn: activation {activation!r} is not one of {', '.join(ACTIVATIONS)}.")
-    if clip is not None and not isinstance(w13, QuantTensor):
-        raise ShapeError(f"moe_ffn: clip={clip} applies where hidden is quantised, but w13 is not a QuantTensor.")
+    if 0 in (sizes["H"], sizes["I"], sizes["E"]):
+        raise ShapeError(f"{op}: H, I and E must be at least 1, got {sizes}.")
+    check_dtype(op, "hidden", hidden, FLOATS)
+    check_dtype(op, "topk_ids", topk_ids, (torch.int32, torch.int64))
+    check_dtype(op, "topk_weights", topk_weights, FLOATS)
+    check_dtype(op, "scales_h", scales_h, FLOATS)
+    on: dict[str, Tensor | None] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
+    for name, w, inner in (("w13", w13, "H"), ("w2", w2, "I")):
+        _check_layer_weights(name, w, hidden.dtype, sizes[inner], impl)
+        on |= {name: w.operands[-1], f"scales_{name}": w.scales, f"bias_{name}": w.bias}
+    check_device(op, scales_h=scales_h, **on)
+    if spec.clip is not None and (w13.scales is None or not spec.clip > 0):
+        raise ShapeError(
+            f"{op}: clip={spec.clip} applies where hidden is quantised (w13 a QuantTensor) and must be positive."
+        )
+    if spec.requantize != "token" and w2.scales is None:
+        raise ShapeError(f"{op}: requantize={spec.requantize!r} applies to a quantised w2, but w2 is not.")
+    if (scales_h is not None) != (spec.requantize == "static"):
+        raise ShapeError(f"{op}: scales_h [E] and requantize='static' belong together, got {spec.requantize!r}.")
     return sizes
+
+
+def _check_spec(spec: LayerSpec) -> None:
+    choices = {
+        "activation": (spec.activation, (*ACTIVATIONS, "swiglu_oai")),
+        "gate_up": (spec.gate_up, LAYOUTS),
+        "requantize": (spec.requantize, REQUANTIZE),
+    }
+    for name, (got, known) in choices.items():
+        if got not in known:
+            raise UnsupportedError(f"moe_ffn: {name} {got!r} is not one of {', '.join(known)}.")
+    if not spec.gated and (spec.activation == "swiglu_oai" or spec.limit is not None):
+        raise UnsupportedError("moe_ffn: swiglu_oai and limit need gate and up, but gate_up is 'none'.")
+    if spec.alpha is not None and spec.activation != "swiglu_oai":
+        raise UnsupportedError(f"moe_ffn: alpha belongs to swiglu_oai, but activation is {spec.activation!r}.")
+    if spec.limit is not None and not spec.limit > 0:
+        raise ShapeError(f"moe_ffn: limit is {spec.limit}, expected a positive bound or None.")
+
+
+def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int, impl: str) -> None:
+    if len(w.operands) > 1 and impl != "auto":
+        raise UnsupportedError(f"moe_ffn: impl={impl!r} needs plain weights, but {name} is packed for the CPU.")
+    fmt = format_of(w.operands[0].dtype)
+    if (fmt is None) != (w.scales is None):
+        raise DtypeError(
+            f"moe_ffn: argument {name!r} is {w.operands[0].dtype} {'with' if w.scales is not None else 'without'} "
+            f"scales: quantised weights come as a QuantTensor (lowgmm.quantize), others alone."
+        )
+    if fmt is None:
+        hint = "Quantised weights come as a QuantTensor, which brings their scales (lowgmm.quantize)."
+        check_dtype("moe_ffn", name, w.operands[0], (hidden,), hint)
+    elif fmt.exact and inner > MAX_EXACT_K:
+        raise ShapeError(f"moe_ffn: {name} sums over {inner}, more than {MAX_EXACT_K}: INT32 could overflow.")
+    check_dtype("moe_ffn", f"scales_{name}", w.scales, FLOATS)
+    check_dtype("moe_ffn", f"bias_{name}", w.bias, FLOATS)
 
 
 def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:
