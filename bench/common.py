@@ -118,12 +118,19 @@ def share(jobs: Sequence[Job], text: str) -> Iterator[Job]:
     yield from distinct(jobs)[part::of]
 
 
+def _named(argument: str) -> str:
+    """A file elsewhere by its name alone: results are published, the machine's folders are not."""
+    return Path(argument).name if Path(argument).is_absolute() else argument
+
+
 class Lines:
     """A JSONL file of an environment and results, complete after every line."""
 
     def __init__(self, path: Path | None, **facts: Any) -> None:
         self.path = path
-        self.lines = [{"environment": environment.record(CUDA), "command": " ".join(["python", *sys.argv]), **facts}]
+        self.lines = [
+            {"environment": environment.record(CUDA), "command": " ".join(["python", *map(_named, sys.argv)]), **facts}
+        ]
         self._write()
 
     def add(self, **line: Any) -> dict[str, Any]:

@@ -123,7 +123,7 @@ def main() -> None:
         print(json.dumps(compile_grouped_mm(problem, TileConfig.parse(request["config"]), TARGETS[request["target"]])))
 
 
-def compile_all(requests: list[dict[str, Any]]) -> list[dict[str, int]]:
+def compile_all(requests: list[dict[str, Any]], program: str = __file__) -> list[Any]:
     """Reports for ``requests`` (E, M, N, K, dtype, config, target), compiled without the interpreter by a process per
     core.
 
@@ -132,9 +132,9 @@ def compile_all(requests: list[dict[str, Any]]) -> list[dict[str, int]]:
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     parts = max(1, min(8, len(requests), os.cpu_count() or 1))
 
-    def compile_part(part: int) -> list[dict[str, int]]:
+    def compile_part(part: int) -> list[Any]:
         lines = "\n".join(json.dumps(r) for r in requests[part::parts])
-        done = subprocess.run([sys.executable, __file__], input=lines, capture_output=True, text=True, env=env)
+        done = subprocess.run([sys.executable, program], input=lines, capture_output=True, text=True, env=env)
         if done.returncode:
             raise RuntimeError(f"compiling failed:\n{done.stderr[-4000:]}")
         return [json.loads(line) for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""INT4 weights with INT8 activations: the format's definition, gmm and layers against the oracle, and what is refused."""
+"""INT4 weights with INT8 activations: the definition, gmm and layers against the oracle, and what is refused."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ def build(compiler: str, to: Path, *flags: str) -> None:
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
 @pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
 def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
-    """Memory errors, undefined behaviour and data races; every instruction set against plain loops, threads included."""
+    """Memory errors, undefined behaviour, data races; every instruction set against plain loops, threads included."""
     build("gcc", tmp_path / "driver", "-O0", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
     run = subprocess.run([tmp_path / "driver"], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0, run.stdout + run.stderr

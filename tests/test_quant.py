@@ -293,7 +293,11 @@ W = torch.ones(2, 4, 8)
         (lambda: lowgmm.quantize_tokens(W[0], "fp8", NAN), ShapeError, "'clip' is nan"),
         (lambda: QuantTensor(None, W[..., 0], INT8), ShapeError, "exactly one of 'values' and 'packed'"),
         (lambda: QuantTensor(W, W[..., 0], INT8, (W[0],)), ShapeError, "exactly one of 'values' and 'packed'"),
-        (lambda: cpu.pack(lowgmm.quantize(W, "fp8")), UnsupportedError, "packs int8 and int4 weights on the CPU, got fp8"),
+        (
+            lambda: cpu.pack(lowgmm.quantize(W, "fp8")),
+            UnsupportedError,
+            "packs int8 and int4 weights on the CPU, got fp8",
+        ),
     ],
 )
 def test_misuse(call: object, error: type[Exception], message: str) -> None:

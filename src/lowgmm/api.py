@@ -7,6 +7,7 @@ from torch import Tensor
 
 from lowgmm import ops
 from lowgmm.formats import FLOATS, QuantTensor, get_format
+from lowgmm.routing import Routing
 from lowgmm.shapes import ShapeError
 from lowgmm.tune import TileConfig
 from lowgmm.validate import check_sizes
@@ -135,6 +136,66 @@ def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: 
     """
     xq, scales = torch.ops.lowgmm.quantize_tokens(x, get_format(format).name, clip, impl)
     return xq, scales
+
+
+def route(
+    topk_ids: Tensor | None = None,
+    num_experts: int | None = None,
+    *,
+    logits: Tensor | None = None,
+    top_k: int | None = None,
+    scoring: str = "softmax",
+    renormalize: bool = True,
+    bias: Tensor | None = None,
+    num_groups: int = 1,
+    topk_groups: int = 1,
+    scale: float = 1.0,
+    impl: str = "auto",
+) -> Routing:
+    """Choose experts from logits, or take the ids that are given, and sort the (token, expert) pairs by expert.
+
+    With logits: ``score = softmax(logits)`` or ``sigmoid(logits)``; the ``top_k`` experts with the highest ``score +
+    bias`` are chosen, of equal ones the lower id first; their weights are their scores, divided by the sum of the
+    chosen if ``renormalize``, times ``scale``. With ``num_groups > 1`` only the ``topk_groups`` groups of experts count
+    whose two best experts sum highest. (DeepSeek-V3: sigmoid, bias, 8 groups of which 4, scale 2.5.)
+
+    Args:
+        topk_ids: [T, A] int32 or int64 expert ids. Ids outside ``[0, num_experts)`` contribute nothing.
+        num_experts: E; given with ``topk_ids``, and E of the logits otherwise.
+        logits: [T, E] bfloat16, float16 or float32, instead of ``topk_ids``; the scores are float32.
+        top_k: A, with logits.
+        bias: [E] float, added for the choice only.
+        impl: as in :func:`gmm`.
+
+    Returns:
+        A :class:`Routing`; with logits it holds ``topk_ids`` and ``topk_weights``, which :func:`moe_ffn` takes. Nothing
+        is read back to the host.
+
+    Raises:
+        ShapeError: a shape, ``num_experts``, ``top_k`` or the groups. DtypeError: ids are not integers.
+        UnsupportedError: unknown scoring.
+
+    >>> import torch
+    >>> r = route(torch.tensor([[2, 0], [0, 2], [2, -1]]), num_experts=3)
+    >>> r.sizes.tolist(), r.offsets.tolist(), r.tokens.tolist()
+    ([2, 0, 3], [0, 2, 2, 5], [0, 1, 0, 1, 2, 2])
+    >>> r = route(logits=torch.tensor([[0.0, 2.0, 1.0, 2.0]]), top_k=2)
+    >>> r.topk_ids.tolist(), r.topk_weights.tolist()
+    ([[1, 3]], [[0.5, 0.5]])
+    """
+    weights = None
+    if logits is not None:
+        if topk_ids is not None or num_experts is not None or top_k is None:
+            raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
+        topk_ids, weights = torch.ops.lowgmm.select_experts(
+            logits, bias, top_k, scoring, renormalize, num_groups, topk_groups, scale, impl
+        )
+        num_experts = logits.shape[1]
+    elif topk_ids is None or num_experts is None:
+        raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
+    order, inverse, offsets = torch.ops.lowgmm.route(topk_ids, num_experts, impl)
+    chosen = None if weights is None else topk_ids
+    return Routing(order, inverse, offsets.diff(), offsets, topk_ids.shape[1], chosen, weights)
 
 
 def moe_ffn(

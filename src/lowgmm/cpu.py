@@ -67,7 +67,8 @@ def int8_backend() -> str:
 
 
 def _unpack_native(p: Packed) -> Tensor:
-    return native.unpack(p.parts[0], *p.stand_in.shape[1:], 8 if p.stand_in.dtype == torch.int8 else 4)
+    _, N, K = p.stand_in.shape
+    return native.unpack(p.parts[0], N, K, 8 if p.stand_in.dtype == torch.int8 else 4)
 
 
 def _unpack_onednn(p: Packed) -> Tensor:
@@ -167,8 +168,8 @@ def _is_native(operands: list[Tensor]) -> bool:
 
 
 def _grouped_product(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
-    """``Σ_g (x[:, g] @ w[:, g].T) · scales[:, g]`` for int8 x [m, K], w [N, K]: INT32 in a group, FP32 across groups, in
-    K order."""
+    """``Σ_g (x[:, g] @ w[:, g].T) · scales[:, g]`` for int8 x [m, K], w [N, K]: INT32 in a group, FP32 across groups,
+    in K order."""
     y, width = None, group_size(x.shape[1], scales.shape[1])
     for g in range(scales.shape[1]):
         columns = slice(g * width, (g + 1) * width)

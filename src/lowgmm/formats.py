@@ -109,7 +109,8 @@ def pack_nibbles(codes: Tensor) -> Tensor:
     [241]
     """
     low, high = codes.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return (low & 15) | (high << 4)
+    packed: Tensor = (low & 15) | (high << 4)
+    return packed
 
 
 def unpack_nibbles(packed: Tensor) -> Tensor:

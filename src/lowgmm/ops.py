@@ -19,9 +19,13 @@ from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
+from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem
+from lowgmm.plan import pick as pick_layer
+from lowgmm.plan import supports as supports_layer
+from lowgmm.routing import Router, check_router, check_routing, route, select_experts
 from lowgmm.shapes import UnsupportedError, check_no_overlap
 from lowgmm.tune import TileConfig
-from lowgmm.validate import check_gmm, check_moe, check_tokens, checked_bounds
+from lowgmm.validate import check_gmm, check_impl, check_moe, check_tokens, checked_bounds
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -36,6 +40,12 @@ library.define(
     "moe_ffn(Tensor hidden, Tensor[] w13, Tensor? scales_w13, Tensor? bias_w13, Tensor[] w2, Tensor? scales_w2, "
     "Tensor? bias_w2, Tensor topk_ids, Tensor topk_weights, Tensor? scales_h, str activation, str gate_up, "
     "float? alpha, float? limit, bool weight_on_input, str requantize, float? clip, str impl, str? config) -> Tensor",
+    tags=TAGS,
+)
+library.define("route(Tensor topk_ids, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+library.define(
+    "select_experts(Tensor logits, Tensor? bias, int top_k, str scoring, bool renormalize, int num_groups, "
+    "int topk_groups, float scale, str impl) -> (Tensor, Tensor)",
     tags=TAGS,
 )
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
@@ -166,10 +176,8 @@ def _gmm_into(
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
-    if impl == "triton" and not on_gpu and os.environ.get("TRITON_INTERPRET", "0") != "1":
-        raise UnsupportedError(
-            "gmm: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
-        )
+    if impl == "triton":
+        check_interpreter("gmm", out.device)
     if impl == "cpu":
         from lowgmm import cpu
 
@@ -255,7 +263,10 @@ def _moe_ffn(
     sizes = check_moe(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
     if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
         return hidden.new_zeros(hidden.shape)
-    up, down = (Weights(w.operands, None if w.scales is None else _row(w.scales, tuple(w.scales.shape[:2])), w.bias) for w in (up, down))
+    up, down = (
+        Weights(w.operands, None if w.scales is None else _row(w.scales, tuple(w.scales.shape[:2])), w.bias)
+        for w in (up, down)
+    )
     arguments = (hidden, up, down, topk_ids, topk_weights, spec, scales_h)
     if impl == "auto":
         impl = "triton" if hidden.device.type != "cpu" else "cpu"
@@ -265,6 +276,11 @@ def _moe_ffn(
         from lowgmm import cpu
 
         return cpu.moe_ffn(*arguments)
+    if impl == "triton" and (plan := _layer_config(*arguments, config)) is not None:
+        from lowgmm.kernels.run_layer import moe_ffn
+
+        with torch.cuda.device(hidden.device) if hidden.device.type != "cpu" else nullcontext():
+            return moe_ffn(*arguments, plan)
     from lowgmm import compose
 
     def gmm(
@@ -279,6 +295,40 @@ def _moe_ffn(
         return _gmm(x, weights, scales_x, scales_w, offsets, bias, None, impl, None, dtype)
 
     return compose.moe_ffn(*arguments, gmm, lambda x, fmt, clip: _quantize_tokens(x, fmt.name, clip, impl))
+
+
+def _layer_config(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+    config: str | None,
+) -> LayerConfig | None:
+    """How the layer's kernels run this call; None if it runs as a sequence of operations."""
+    from lowgmm.gpu import describe
+
+    check_interpreter("moe_ffn", hidden.device)
+    (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
+    (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
+    problem = LayerProblem(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up)
+    why = "w13 and w2 are of different dtypes." if w13.operands[0].dtype != dtype else None
+    if config is None:
+        return pick_layer(problem, gpu) if why is None else None
+    forced = LayerConfig.parse(config)
+    why = why or supports_layer(problem, forced, gpu)
+    if why is not None:
+        raise UnsupportedError(f"moe_ffn: config {config} cannot run here: {why}")
+    return forced
+
+
+def check_interpreter(op: str, device: torch.device) -> None:
+    if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
+        raise UnsupportedError(
+            f"{op}: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
+        )
 
 
 # quantize_tokens
@@ -312,6 +362,56 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
 def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
     check_tokens(x, format, clip, impl)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
+
+
+# routing
+
+
+def _route(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_impl("route", impl)
+    check_routing(topk_ids, num_experts)
+    if impl == "reference" or (impl == "auto" and topk_ids.device.type == "cpu") or num_experts > MAX_BINS:
+        r = route(topk_ids, num_experts)
+        return r.order, r.inverse, r.offsets
+    check_interpreter("route", topk_ids.device)
+    from lowgmm.kernels.route import sort
+
+    with torch.cuda.device(topk_ids.device) if topk_ids.device.type != "cpu" else nullcontext():
+        return sort(topk_ids, num_experts)
+
+
+def _route_fake(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_impl("route", impl)
+    check_routing(topk_ids, num_experts)
+    rows = topk_ids.shape[0] * topk_ids.shape[1]
+    order, inverse = (topk_ids.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    return order, inverse, topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
+
+
+def _select_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    check_impl("route", impl)
+    router = Router(top_k, scoring, renormalize, num_groups, topk_groups, scale)
+    check_router(logits, router, bias)
+    if isinstance(logits, FakeTensor):
+        shape = (logits.shape[0], top_k)
+        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+    if impl == "reference" or (impl == "auto" and logits.device.type == "cpu"):
+        return select_experts(logits, router, bias)
+    check_interpreter("route", logits.device)
+    from lowgmm.kernels import route as kernels
+
+    with torch.cuda.device(logits.device) if logits.device.type != "cpu" else nullcontext():
+        return kernels.select_experts(logits, router, bias)
 
 
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,4 +457,6 @@ def gmm_out(*arguments: Any) -> None:
 _register("gmm", _gmm, _gmm)
 _register("gmm_out", _gmm_out, _gmm_out)
 _register("moe_ffn", _moe_ffn, _moe_ffn)
+_register("route", _route, _route_fake)
+_register("select_experts", _select_experts, _select_experts)
 _register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)

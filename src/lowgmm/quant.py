@@ -4,10 +4,9 @@
     q     = clamp(round_half_even(x · (qmax / min(absmax, clip))), ±qmax)
 
 One scale per token, per output channel, or (the grouped int4 formats) per channel and ``group`` elements along K, the
-last group shorter where K is no multiple. The multiplication by one reciprocal per row (rather than a division per element) is part of the definition, because a
-fused kernel affords nothing else. A zero row has scale 0 and exact zeros; a row that holds a NaN gets scale NaN, so the
-output row is
-NaN too and no other row is touched.
+last group shorter where K is no multiple. The multiplication by one reciprocal per row (rather than a division per
+element) is part of the definition, because a fused kernel affords nothing else. A zero row has scale 0 and exact zeros;
+a row that holds a NaN gets scale NaN, so the output row is NaN too and no other row is touched.
 """
 
 from __future__ import annotations

@@ -44,12 +44,13 @@ def gmm(
     out = torch.zeros(num_rows, weights.shape[1], dtype=torch.float64, device=input.device)
     for e in range(num_experts):
         rows = slice(bounds[e], bounds[e + 1])
-        w, grouped = weights[e].double(), scales_w is not None and scales_w.dim() == 3 and scales_w.shape[2] > 1
-        if grouped:
-            w = w * scale_per_element(scales_w[e : e + 1].double(), w.shape[1])[0]
-        y = input[rows].double() @ w.T
-        if scales_w is not None and not grouped:
-            y = y * scales_w[e].reshape(-1).double()
+        w = weights[e].double()
+        if scales_w is not None and scales_w.dim() == 3 and scales_w.shape[2] > 1:
+            y = input[rows].double() @ (w * scale_per_element(scales_w[e : e + 1].double(), w.shape[1])[0]).T
+        else:
+            y = input[rows].double() @ w.T
+            if scales_w is not None:
+                y = y * scales_w[e].reshape(-1).double()
         if scales_x is not None:
             y = y * scales_x[rows].reshape(-1, 1).double()
         if bias is not None:

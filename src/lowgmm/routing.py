@@ -1,4 +1,7 @@
-"""From expert ids to sorted rows, and from sorted rows to tiles. Torch only, no host synchronisation."""
+"""From logits to expert ids, from those to sorted rows, and from sorted rows to tiles: the definitions in torch.
+
+Nothing is read back to the host. ``kernels/route.py`` computes the same on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,52 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowgmm.shapes import ShapeError, check_dtype
+from lowgmm.shapes import ShapeError, UnsupportedError, check_device, check_dtype
+
+SCORINGS = ("softmax", "sigmoid")
+LOWEST = -3.0e38
+"""Stands for a choice that is NaN or excluded: above nothing but what is already taken."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """How experts are chosen from logits, and what weights they get."""
+
+    top_k: int
+    scoring: str = "softmax"
+    renormalize: bool = True
+    num_groups: int = 1
+    topk_groups: int = 1
+    scale: float = 1.0
+
+
+def select_experts(logits: Tensor, router: Router, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The definition of the router: ids [T, A] int32 and weights [T, A] float32 of ``logits [T, E]``.
+
+        score  = softmax(logits) or sigmoid(logits), in float32
+        choice = score + bias; with groups, only in the topk_groups groups whose two best choices sum highest
+        ids    = the A highest choices, in falling order; of equal ones the lower id first
+        weight = score[ids], divided by their sum if renormalize, times scale
+
+    >>> ids, weights = select_experts(torch.tensor([[0.0, 2.0, 1.0, 2.0]]), Router(2))
+    >>> ids.tolist(), weights.tolist()
+    ([[1, 3]], [[0.5, 0.5]])
+    """
+    logits = logits.float()
+    scores = logits.softmax(-1) if router.scoring == "softmax" else logits.sigmoid()
+    choice = scores if bias is None else scores + bias.float()
+    choice = choice.nan_to_num(nan=LOWEST).clamp(min=LOWEST)
+    if router.num_groups > 1:
+        groups = choice.unflatten(-1, (router.num_groups, -1))
+        best = groups.topk(min(2, groups.shape[-1]), -1).values.sum(-1)
+        kept = best.sort(stable=True, dim=-1, descending=True).indices[:, : router.topk_groups]
+        allowed = torch.zeros_like(best, dtype=torch.bool).scatter_(1, kept, True)
+        choice = groups.masked_fill(~allowed.unsqueeze(-1), LOWEST).flatten(1)
+    ids = choice.sort(stable=True, dim=-1, descending=True).indices[:, : router.top_k]
+    weights = scores.gather(1, ids)
+    if router.renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids.int(), weights * router.scale
 
 
 @dataclass(frozen=True)
@@ -28,6 +76,10 @@ class Routing:
     """[E+1] int32: expert e owns sorted rows ``[offsets[e], offsets[e+1])``; ``offsets[E]`` rows have an expert."""
     top_k: int
     """A, experts per token."""
+    topk_ids: Tensor | None = None
+    """[T, A] int32, if the experts were chosen from logits; what ``moe_ffn`` wants."""
+    topk_weights: Tensor | None = None
+    """[T, A] float32, likewise."""
 
     @property
     def tokens(self) -> Tensor:
@@ -36,7 +88,7 @@ class Routing:
 
 
 def route(topk_ids: Tensor, num_experts: int) -> Routing:
-    """Sort (token, expert) pairs by expert.
+    """Sort (token, expert) pairs by expert; ``lowgmm.route`` of ids.
 
     Args:
         topk_ids: [T, A] int32 or int64 expert ids. Ids outside ``[0, num_experts)`` contribute nothing.
@@ -53,11 +105,7 @@ def route(topk_ids: Tensor, num_experts: int) -> Routing:
     >>> r.sizes.tolist(), r.offsets.tolist(), r.tokens.tolist()
     ([2, 0, 3], [0, 2, 2, 5], [0, 1, 0, 1, 2, 2])
     """
-    check_dtype("route", "topk_ids", topk_ids, (torch.int32, torch.int64))
-    if topk_ids.dim() != 2:
-        raise ShapeError(f"route: argument 'topk_ids' has shape {list(topk_ids.shape)}, expected [T, A].")
-    if num_experts < 1:
-        raise ShapeError(f"route: argument 'num_experts' is {num_experts}, expected at least 1.")
+    check_routing(topk_ids, num_experts)
     flat = topk_ids.reshape(-1)
     expert = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
     sorted_expert, order = torch.sort(expert, stable=True)
@@ -66,6 +114,37 @@ def route(topk_ids: Tensor, num_experts: int) -> Routing:
     bounds = torch.arange(num_experts + 1, device=flat.device, dtype=sorted_expert.dtype)
     offsets = torch.searchsorted(sorted_expert, bounds, out_int32=True)
     return Routing(order, inverse, offsets.diff(), offsets, topk_ids.shape[1])
+
+
+def check_routing(topk_ids: Tensor, num_experts: int) -> None:
+    check_dtype("route", "topk_ids", topk_ids, (torch.int32, torch.int64))
+    if topk_ids.dim() != 2:
+        raise ShapeError(f"route: argument 'topk_ids' has shape {list(topk_ids.shape)}, expected [T, A].")
+    if num_experts < 1:
+        raise ShapeError(f"route: argument 'num_experts' is {num_experts}, expected at least 1.")
+
+
+def check_router(logits: Tensor, router: Router, bias: Tensor | None) -> None:
+    """Everything about a select_experts call."""
+    floats = (torch.bfloat16, torch.float16, torch.float32)
+    check_dtype("route", "logits", logits, floats)
+    check_dtype("route", "bias", bias, floats)
+    if logits.dim() != 2 or not logits.shape[1]:
+        raise ShapeError(f"route: argument 'logits' has shape {list(logits.shape)}, expected [T, E].")
+    num_experts = logits.shape[1]
+    if bias is not None and tuple(bias.shape) != (num_experts,):
+        raise ShapeError(f"route: argument 'bias' has shape {list(bias.shape)}, expected [E={num_experts}].")
+    check_device("route", logits=logits, bias=bias)
+    if router.scoring not in SCORINGS:
+        raise UnsupportedError(f"route: scoring {router.scoring!r} is not one of {', '.join(SCORINGS)}.")
+    if router.num_groups < 1 or num_experts % router.num_groups or not 0 < router.topk_groups <= router.num_groups:
+        raise ShapeError(
+            f"route: num_groups={router.num_groups} must divide E={num_experts}, and topk_groups={router.topk_groups} "
+            f"must be from 1 to num_groups."
+        )
+    eligible = num_experts // router.num_groups * router.topk_groups
+    if not 0 < router.top_k <= eligible:
+        raise ShapeError(f"route: top_k is {router.top_k}, expected 1 to {eligible}, the experts that can be chosen.")
 
 
 def max_row_tiles(num_rows: int, num_experts: int, block_m: int) -> int:

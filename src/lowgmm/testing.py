@@ -9,7 +9,7 @@ bad element nor one bad tile can hide in a large tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -91,8 +91,7 @@ def make_operands(
         q = quantize(w, dtype)
         xq, scales = quantize_rows(x, q.format.activations)
         made = Operands(xq, q.codes(), scales, q.scales, counts, dtype if q.format.bits == 4 else None)
-    moved = {name: t.to(device) if isinstance(t, Tensor) else t for name, t in made.__dict__.items()}
-    return Operands(**moved)
+    return replace(made, **{name: t.to(device) for name, t in made.__dict__.items() if isinstance(t, Tensor)})  # type: ignore[arg-type]
 
 
 def draw_operands(

@@ -11,7 +11,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.gpu import describe
-from lowgmm.kernels.queue import ticket
+from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
 from lowgmm.routing import max_row_tiles
@@ -185,7 +185,7 @@ def grouped_mm(
         from lowgmm.kernels.hopper import hopper_mm
 
         promote = promote_every(x.dtype)
-        hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, ticket(x.device), config, gpu.sms, promote)
+        hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, counters(x.device), config, gpu.sms, promote)
         return
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     if config.launch == "expert":
@@ -206,7 +206,7 @@ def grouped_mm(
         bias,
         offsets,
         table,
-        ticket(x.device) if config.launch == "queue" else None,
+        counters(x.device) if config.launch == "queue" else None,
         num_rows,
         num_experts,
         n_size,

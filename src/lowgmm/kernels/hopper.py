@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
@@ -325,6 +326,9 @@ def hopper_kernel(
         mbarrier.init(posted.index(i), count=1)
         mbarrier.init(read.index(i), count=3)
     fence_async_shared()
+    # Up to here nothing was read that the launch before may still be writing, so this much of two launches overlaps.
+    gdc_wait()
+    gdc_launch_dependents()
     BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
@@ -387,4 +391,5 @@ def hopper_mm(
         SCALED_W=scales_w is not None,
         BIAS=bias is not None,
         num_warps=4,
+        launch_pdl=True,
     )

@@ -12,6 +12,52 @@ from torch import Tensor
 from lowgmm.formats import QuantFormat
 from lowgmm.quant import SMALLEST_ABSMAX
 
+SMALLEST = tl.constexpr(SMALLEST_ABSMAX)
+
+
+@triton.jit
+def row_absmax(x, K, clip, BLOCK: tl.constexpr):
+    """min(max|x[:K]|, clip), or NaN if the row holds a NaN: tl.max drops NaN on the GPU, so NaNs are counted apart."""
+    k = tl.arange(0, BLOCK)
+    largest = tl.zeros((BLOCK,), dtype=tl.float32)
+    nans = tl.zeros((BLOCK,), dtype=tl.int32)
+    for start in tl.range(0, K, BLOCK):
+        v = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
+        nan = v != v
+        nans += nan.to(tl.int32)
+        largest = tl.maximum(largest, tl.where(nan, 0.0, tl.abs(v)))
+    return tl.where(tl.sum(nans, 0) > 0, float("nan"), tl.minimum(tl.max(largest, 0), clip))
+
+
+@triton.jit
+def scales_of(absmax, QMAX: tl.constexpr):
+    """(1 / scale, scale) of rows with this absmax, a NaN among them."""
+    inverse = tl.where(absmax != absmax, float("nan"), tl.div_rn(QMAX, tl.maximum(absmax, SMALLEST)))
+    return inverse, tl.div_rn(absmax, QMAX)
+
+
+@triton.jit
+def round_to(v, QMAX: tl.constexpr, TYPE: tl.constexpr):
+    """Scaled float32 values as int8 or float8e4nv: clamped, rounded half to even, NaN to 0."""
+    v = tl.where(v != v, 0.0, v)
+    v = tl.minimum(tl.maximum(v, -QMAX), QMAX)
+    if TYPE.is_int():
+        # Adding and taking away 1.5·2^23 rounds half to even. Launched without fused multiply-add, which would skip
+        # the product's own rounding and differ from torch on ties.
+        v = (v + 12582912.0) - 12582912.0
+    return v.to(TYPE)
+
+
+@triton.jit
+def quantize_row(x, q, scale, K, clip, QMAX: tl.constexpr, BLOCK: tl.constexpr):
+    """Two passes over a row: its absmax, then its values (the second read hits the cache)."""
+    k = tl.arange(0, BLOCK)
+    inverse, row_scale = scales_of(row_absmax(x, K, clip, BLOCK), QMAX)
+    tl.store(scale, row_scale)
+    for start in tl.range(0, K, BLOCK):
+        v = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * inverse
+        tl.store(q + start + k, round_to(v, QMAX, q.dtype.element_ty), mask=start + k < K)
+
 
 @triton.jit
 def quantize_tokens_kernel(
@@ -22,34 +68,11 @@ def quantize_tokens_kernel(
     stride_x,
     clip,
     QMAX: tl.constexpr,
-    SMALLEST: tl.constexpr,
-    INTEGER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (T,). Two passes over the row: its absmax, then its values (the second read hits the cache)."""
+    """Grid (T,)."""
     t = tl.program_id(0).to(tl.int64)
-    k = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    nans = tl.zeros((BLOCK,), dtype=tl.int32)
-    for start in tl.range(0, K, BLOCK):
-        v = tl.load(x + t * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        nan = v != v
-        # tl.max drops NaN on the GPU, so NaNs are counted apart: such a row must not come out finite.
-        nans += nan.to(tl.int32)
-        largest = tl.maximum(largest, tl.where(nan, 0.0, tl.abs(v)))
-    absmax = tl.minimum(tl.max(largest, 0), clip)
-    has_nan = tl.sum(nans, 0) > 0
-    inverse = tl.where(has_nan, float("nan"), tl.div_rn(QMAX, tl.maximum(absmax, SMALLEST)))
-    tl.store(scales + t, tl.where(has_nan, float("nan"), tl.div_rn(absmax, QMAX)))
-    for start in tl.range(0, K, BLOCK):
-        v = tl.load(x + t * stride_x + start + k, mask=start + k < K, other=0.0).to(tl.float32) * inverse
-        v = tl.where(v != v, 0.0, v)
-        v = tl.minimum(tl.maximum(v, -QMAX), QMAX)
-        if INTEGER:
-            # Adding and taking away 1.5·2^23 rounds half to even. Launched without fused multiply-add, which would skip
-            # the product's own rounding and differ from torch on ties.
-            v = (v + 12582912.0) - 12582912.0
-        tl.store(q + t * K + start + k, v.to(q.dtype.element_ty), mask=start + k < K)
+    quantize_row(x + t * stride_x, q + t * K, scales + t, K, clip, QMAX, BLOCK)
 
 
 def quantize_tokens(x: Tensor, fmt: QuantFormat, clip: float | None) -> tuple[Tensor, Tensor]:
@@ -70,8 +93,6 @@ def quantize_tokens(x: Tensor, fmt: QuantFormat, clip: float | None) -> tuple[Te
         x.stride(0),
         math.inf if clip is None else clip,
         QMAX=fmt.qmax,
-        SMALLEST=SMALLEST_ABSMAX,
-        INTEGER=not fmt.dtype.is_floating_point,
         BLOCK=block,
         num_warps=4 if block >= 1024 else 1,
         enable_fp_fusion=False,

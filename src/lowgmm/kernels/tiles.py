@@ -120,9 +120,9 @@ def accumulate(
             b = tl.load(w_ptrs + k, mask=inside, other=0.0)
         if SWAP:
             a, b = b, a
-        if (
-            PROMOTE == BK
-        ):  # a sum of its own, added in FP32 registers; with `acc` tl.dot would wait after every instruction
+        # A sum of its own, added in FP32 registers: with `acc`, tl.dot would wait after every instruction. Larger tiles
+        # have no registers for a second sum.
+        if PROMOTE == BK and BM * BN <= 64 * 128:
             acc += tl.dot(a, b.T)
         else:
             acc = tl.dot(a, b.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)

@@ -332,8 +332,8 @@ def moe_ffn(
     ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
     out = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu")
     T, A = ids.shape
-    up, keep_up = _weights(*w13.operands, w13.scales)
-    down, keep_down = _weights(*w2.operands, w2.scales)
+    up, keep_up = _weights(w13.operands[0], w13.operands[1], w13.scales)
+    down, keep_down = _weights(w2.operands[0], w2.operands[1], w2.scales)
     biases = [None if w.bias is None else w.bias.float().contiguous() for w in (w13, w2)]
     args = _Layer(
         w13=up, w2=down, bias_w13=_pointer(biases[0]), bias_w2=_pointer(biases[1]),
