@@ -84,11 +84,10 @@ static void test_gmm(int64_t isa, const struct problem *p, const int64_t *sizes)
     float *scales_x = fresh(M * 4), *out = fresh(M * p->N * 4);
     for (int64_t i = 0; i < M * p->K; ++i) x[i] = (int8_t)between(-128, 127);
     for (int64_t i = 0; i < M; ++i) scales_x[i] = (float)between(1, 1000) * 1e-3f;
-    const struct quantize copy = {.x = x, .q = q, .start = start, .rows = M, .K = p->K, .x_stride = p->K, .q_stride = stride,
-                                  .group = p->group, .kind = I8, .offset = p->bits == 4 ? 8 : layout[1] ? 128 : 0};
-    lowgmm_quantize(&copy, isa, parallel, THREADS);
-    const struct gmm args = {.w = packed(p, isa), .x = q, .start = start, .scales_x = groups > 1 ? scales_x : NULL,
-                             .out = (char *)out, .offsets = offsets, .x_stride = stride, .out_stride = p->N,
+    const struct quantize rows = {.x = x, .q = q, .scales = groups > 1 ? scales_x : NULL, .start = start, .rows = M, .K = p->K,
+                                  .x_stride = p->K, .q_stride = stride, .group = p->group, .kind = I8,
+                                  .offset = p->bits == 4 ? 8 : layout[1] ? 128 : 0};
+    const struct gmm args = {.w = packed(p, isa), .x = rows, .out = (char *)out, .offsets = offsets, .out_stride = p->N,
                              .out_kind = groups > 1 ? F32 : I32};
     lowgmm_gmm(&args, isa, parallel, THREADS);
     for (int64_t e = 0; e < p->E; ++e)

@@ -94,15 +94,15 @@ def gmm(
 ) -> None:
     """Fill ``out [M, N]``. ``weights`` are a QuantTensor's operands, or [w [E, N, K]]; a float ``x`` is quantised if
     they are."""
+    if _is_native(weights):
+        native.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
+        return
     bounds: list[int] = offsets.tolist()
     if bounds[-1] < x.shape[0]:
         out[bounds[-1] :].zero_()
     groups = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
     if len(weights) > 1 and weights[1].is_mkldnn:
         _gmm_onednn(out, x, weights[1:], scales_x, scales_w, groups, bias, clip)
-        return
-    if _is_native(weights):
-        native.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
         return
     w = weights[-1]
     fmt = format_of(w.dtype)

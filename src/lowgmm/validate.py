@@ -200,6 +200,7 @@ def check_moe(
     check_impl(op, impl)
     _check_spec(spec)
     rows = "E 2I" if spec.gated else "E I"
+    up, down = (_check_operands(op, name, w.operands, impl) for name, w in (("w13", w13), ("w2", w2)))
     sizes = bind(
         op,
         hidden=(hidden, "T H"),
@@ -207,16 +208,15 @@ def check_moe(
         w2=(w2.operands[0], "E H I"),
         topk_ids=(topk_ids, "T A"),
         topk_weights=(topk_weights, "T A"),
+        scales_w13=(w13.scales, f"{rows} {'h' if _grouped(up, w13.scales) else '1?'}"),
+        scales_w2=(w2.scales, f"E H {'i' if _grouped(down, w2.scales) else '1?'}"),
         bias_w13=(w13.bias, rows),
         bias_w2=(w2.bias, "E H"),
         scales_h=(scales_h, "E"),
     )
-    for name, w, axes, inner in (("w13", w13, rows, "H"), ("w2", w2, "E H", "I")):
-        grouped = _grouped(_check_operands(op, name, w.operands, impl), w.scales)
-        shape = (w.scales, f"{axes} k" if grouped else f"{axes} 1?")
-        found = bind(op, **{name: (w.operands[0], f"{axes} {inner}"), f"scales_{name}": shape})
-        if grouped:
-            group_size(found[inner], found["k"])
+    for inner, blocks in (("H", "h"), ("I", "i")):
+        if blocks in sizes:
+            group_size(sizes[inner], sizes[blocks])
     if 0 in (sizes["H"], sizes["I"], sizes["E"]):
         raise ShapeError(f"{op}: H, I and E must be at least 1, got {sizes}.")
     check_dtype(op, "hidden", hidden, FLOATS)
@@ -275,18 +275,17 @@ def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int)
 def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:
     """The offsets as a list, or a :class:`ShapeError` if they do not cut [0, num_rows] into groups."""
     bounds: list[int] = offsets.tolist()
+    if bounds[0] == 0 and bounds[-1] <= num_rows and bounds == sorted(bounds):
+        return bounds
     problem = None
     if bounds[0] != 0:
         problem = f"start at {bounds[0]}, expected 0"
     elif bounds[-1] > num_rows:
         problem = f"end at {bounds[-1]}, but input has only {num_rows} rows"
     else:
-        falls = next((e for e, (a, b) in enumerate(pairwise(bounds)) if b < a), None)
-        if falls is not None:
-            problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
-    if problem:
-        raise ShapeError(
-            f"gmm: expert_offsets {problem}. Expected the running sum of the expert sizes, [0, s0, s0+s1, …]; "
-            f"if these are sizes, pass them as expert_sizes."
-        )
-    return bounds
+        falls = next(e for e, (a, b) in enumerate(pairwise(bounds)) if b < a)
+        problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
+    raise ShapeError(
+        f"gmm: expert_offsets {problem}. Expected the running sum of the expert sizes, [0, s0, s0+s1, …]; "
+        f"if these are sizes, pass them as expert_sizes."
+    )

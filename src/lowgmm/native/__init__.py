@@ -53,8 +53,9 @@ class _Quantize(ctypes.Structure):
 class _Gmm(ctypes.Structure):
     _fields_ = [
         ("w", _Weights),
-        *((name, _p) for name in ("x", "start", "scales_x", "bias", "out", "offsets")),
-        *((name, _i64) for name in ("x_stride", "out_stride", "out_kind")),
+        ("x", _Quantize),
+        *((name, _p) for name in ("bias", "out", "offsets")),
+        *((name, _i64) for name in ("out_stride", "out_kind")),
     ]
 
 
@@ -234,32 +235,24 @@ def _pointer(t: Tensor | None) -> int | None:
 
 def quantize_tokens(x: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """``quant.quantize_rows`` for INT8, to the bit: values [M, K] and scales [M] of a float ``x``."""
-    q = _new(x.shape, torch.int8)
-    scales = _quantize_into(q, x, None, None, x.shape[1], 0, clip)
-    assert scales is not None
+    x = x if x.stride(1) == 1 else x.contiguous()
+    q, scales = _new(x.shape, torch.int8), _new(x.shape[:1], torch.float32)
+    _run("lowgmm_quantize", _rows(x, q, scales, None, x.shape[1], 0, clip))
     return q, scales
 
 
-def _quantize_into(
-    q: Tensor, x: Tensor, scales: Tensor | None, start: Tensor | None, group: int, offset: int, clip: float | None
-) -> Tensor | None:
-    """Fill ``q [M, K or more]`` (zeros behind K) and ``start [M, groups]`` from ``x [M, K]``; return the scales.
+def _rows(
+    x: Tensor, q: Tensor | None, scales: Tensor | None, start: Tensor | None, group: int, offset: int, clip: float | None
+) -> _Quantize:
+    """Fill ``q [M, K or more]`` (zeros behind K) and ``start [M, groups]`` from ``x [M, K]`` with unit stride along K.
 
-    A float ``x`` is quantised; an int8 one is copied, or only summed if ``q`` is ``x``, and keeps its ``scales``.
+    A float ``x`` is quantised, and fills ``scales``; an int8 one is copied, or only summed if there is no ``q``.
     """
-    rows, K = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    if x.dtype != torch.int8:
-        scales = _new((rows,), torch.float32)
-    same = q.data_ptr() == x.data_ptr()
-    args = _Quantize(
-        x=x.data_ptr(), q=None if same else q.data_ptr(), scales=_pointer(scales), start=_pointer(start),
-        rows=rows, K=K, x_stride=x.stride(0), q_stride=q.stride(0), group=group,
+    return _Quantize(
+        x=x.data_ptr(), q=_pointer(q), scales=_pointer(scales), start=_pointer(start),
+        rows=x.shape[0], K=x.shape[1], x_stride=x.stride(0), q_stride=0 if q is None else q.stride(0), group=group,
         kind=KINDS[x.dtype], offset=offset, clip=math.inf if clip is None else clip,
     )  # fmt: skip
-    _run("lowgmm_quantize", args)
-    return scales
 
 
 def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_Weights, Any]:
@@ -292,26 +285,24 @@ def gmm(
     bias: Tensor | None,
     clip: float | None,
 ) -> None:
-    """Fill the rows of ``out [M, N]`` that belong to an expert; ``weights``: stand-in [E, N, K] and packed part;
-    ``offsets [E+1]`` have been checked."""
+    """Fill ``out [M, N]``; ``weights``: stand-in [E, N, K] and packed part; ``offsets [E+1]`` have been checked."""
     lib = library()
     assert lib is not None
     w, alive = _weights(weights[0], weights[1], scales_w)
+    x = x if x.stride(1) == 1 else x.contiguous()
     (M, K), pad = x.shape, lib.pad[w.bits]
-    start = _new((M, -(-K // w.group)), torch.int32)
-    if x.dtype == torch.int8 and K % pad == 0 and x.stride(1) == 1:
-        q = x
-    else:  # rows a power of two apart would share a few sets of the cache
+    start, q = _new((M, -(-K // w.group)), torch.int32), None
+    if x.dtype != torch.int8 or K % pad:  # rows a power of two apart would share a few sets of the cache
         stride = -(-K // pad) * pad
         stride = -(-stride // 64) * 64 + 64
         q = _scratch(M * stride).view(M, stride)
-    scales_x = _quantize_into(q, x, scales_x, start, w.group, lib.offset(w.bits), clip)
+    if x.dtype != torch.int8:
+        scales_x = _new((M,), torch.float32)
     offsets = offsets.long().contiguous()
     bias = None if bias is None else bias.float().contiguous()
     args = _Gmm(
-        w=w, x=q.data_ptr(), start=start.data_ptr(), scales_x=_pointer(scales_x), bias=_pointer(bias),
-        out=out.data_ptr(), offsets=offsets.data_ptr(),
-        x_stride=q.stride(0), out_stride=out.stride(0), out_kind=KINDS[out.dtype],
+        w=w, x=_rows(x, q, scales_x, start, w.group, lib.offset(w.bits), clip), bias=_pointer(bias),
+        out=out.data_ptr(), offsets=offsets.data_ptr(), out_stride=out.stride(0), out_kind=KINDS[out.dtype],
     )  # fmt: skip
     _run("lowgmm_gmm", args)
     del alive

@@ -63,6 +63,12 @@ static void wait_for(const int64_t *count, int64_t n)
     }
 }
 
+/* Rows that a thread quantises at a time. */
+static int64_t at_a_time(int64_t rows, unsigned threads)
+{
+    return least(TOKENS_AT_A_TIME, ceil_div(rows > 0 ? rows : 1, threads ? threads : 1));
+}
+
 static void run(parallel_t parallel, unsigned threads, void (*work)(void *), void *data)
 {
     if (parallel && threads > 1) parallel(work, data, threads, 0);
@@ -155,8 +161,16 @@ void lowgmm_quantize(const struct quantize *args, int64_t isa, parallel_t parall
 struct gmm_job {
     struct gmm args;
     const struct isa *isa;
-    int64_t next;
+    int64_t rows_at_a_time, quantize_tasks; /* tickets start at -quantize_tasks */
+    int64_t quantized, next;
 };
+
+static void zero_rest(const struct gmm *a)
+{
+    const int64_t bytes = kind_bytes[a->out_kind];
+    for (int64_t m = a->offsets[a->w.E]; m < a->x.rows; ++m)
+        memset(a->out + m * a->out_stride * bytes, 0, (size_t)(a->w.N * bytes));
+}
 
 static void gmm_work(void *data)
 {
@@ -164,10 +178,20 @@ static void gmm_work(void *data)
     const struct gmm *a = &job->args;
     const struct isa *isa = job->isa;
     const int64_t blocks = ceil_div(a->w.N, isa->channels), bytes = block_bytes(isa, &a->w);
-    const struct rows x = {a->x, a->start, a->scales_x, a->x_stride, NULL, a->out, 0, a->out_stride * kind_bytes[a->out_kind],
-                           (int32_t)a->out_kind};
+    const struct rows x = {
+        .q = a->x.q ? a->x.q : a->x.x, .start = a->x.start, .scales_x = a->x.scales,
+        .q_stride = a->x.q ? a->x.q_stride : a->x.x_stride, .out = a->out,
+        .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = (int32_t)a->out_kind,
+    };
     /* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
     int64_t passed = 0, e = 0, chunk = a->offsets[0], ticket = take(&job->next, 1);
+    for (; ticket < 0; ticket = take(&job->next, 1)) {
+        int64_t first = (ticket + job->quantize_tasks) * job->rows_at_a_time;
+        for (int64_t row = first; row < least(first + job->rows_at_a_time, a->x.rows); ++row) isa->quantize(&a->x, row);
+        if (ticket == -1) zero_rest(a);
+        __atomic_add_fetch(&job->quantized, 1, __ATOMIC_RELEASE);
+    }
+    wait_for(&job->quantized, job->quantize_tasks);
     while (e < a->w.E) {
         if (chunk >= a->offsets[e + 1]) {
             ++e;
@@ -189,7 +213,10 @@ static void gmm_work(void *data)
 
 void lowgmm_gmm(const struct gmm *args, int64_t isa, parallel_t parallel, unsigned threads)
 {
-    struct gmm_job job = {*args, all[isa], 0};
+    struct gmm_job job = {.args = *args, .isa = all[isa]};
+    job.rows_at_a_time = at_a_time(args->x.rows, threads);
+    job.quantize_tasks = ceil_div(args->x.rows, job.rows_at_a_time);
+    job.next = -job.quantize_tasks;
     run(parallel, threads, gmm_work, &job);
 }
 
@@ -425,7 +452,7 @@ void lowgmm_layer(const struct layer *a, int64_t isa, parallel_t parallel, unsig
     describe(&j, a, all[isa]);
     int64_t bytes = lay_out(&j, a->scratch);
     sort_slots(&j, (int64_t *)(a->scratch + bytes - (j.E + 1) * 8));
-    j.tokens_at_a_time = least(TOKENS_AT_A_TIME, ceil_div(a->T, threads ? threads : 1));
+    j.tokens_at_a_time = at_a_time(a->T, threads);
     j.quantize_tasks = j.combine_tasks = ceil_div(a->T, j.tokens_at_a_time);
     j.gate_up_blocks = j.fused ? j.I / j.isa->channels : ceil_div(2 * j.I, j.isa->channels);
     j.down_blocks = ceil_div(j.H, j.isa->channels);

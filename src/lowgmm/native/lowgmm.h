@@ -43,7 +43,7 @@ typedef void (*parallel_t)(void (*work)(void *), void *data, unsigned threads, u
 struct quantize {
     const void *x;               /* [rows, K] of kind, row stride in elements */
     int8_t *q;                   /* [rows, q_stride]: K values, then zeros; NULL: only sum */
-    float *scales;               /* [rows] */
+    float *scales;               /* [rows]; only read if x is int8, and then NULL for 1 */
     int32_t *start;              /* [rows, groups]: -offset * sum of the group's quantised values; NULL: not needed */
     int64_t rows, K, x_stride, q_stride, group;
     int32_t kind, offset;
@@ -55,13 +55,11 @@ struct quantize {
 /* A grouped matmul. */
 struct gmm {
     struct weights w;
-    const int8_t *x;        /* [M, x_stride]: K values, then zeros */
-    const int32_t *start;   /* [M, groups] */
-    const float *scales_x;  /* [M] or NULL */
+    struct quantize x;      /* with q NULL its x are K int8 values (padded: K is a multiple of isa.pad) to be used in place */
     const float *bias;      /* [E, N] or NULL */
-    char *out;              /* [M, N] of out_kind, row stride in elements */
+    char *out;              /* [M, N] of out_kind, row stride in elements; rows behind the last expert become zero */
     const int64_t *offsets; /* [E+1] */
-    int64_t x_stride, out_stride, out_kind;
+    int64_t out_stride, out_kind;
 };
 
 /* An expert layer. */
