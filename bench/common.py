@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -139,12 +140,16 @@ class Lines:
         return line
 
     def _write(self) -> None:
-        if self.path is None:
-            return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        partial_file = self.path.with_suffix(".partial")
-        partial_file.write_text("".join(json.dumps(line) + "\n" for line in self.lines), encoding="utf-8")
-        partial_file.replace(self.path)
+        if self.path is not None:
+            write_lines(self.path, self.lines)
+
+
+def write_lines(path: Path, lines: Sequence[dict[str, Any]]) -> None:
+    """All of a result file, or nothing of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = path.with_suffix(".partial")
+    partial_file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    partial_file.replace(path)
 
 
 def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -159,3 +164,12 @@ def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def median_us(t: timing.Timing) -> dict[str, Any]:
     return {"us": t.median_s * 1e6, "p20": t.p20_s * 1e6, "p80": t.p80_s * 1e6, "rounds": t.rounds, "method": t.method}
+
+
+def rendered(text: str, part: str, script: str) -> str:
+    """A document with ``part`` between the two marks of what ``script`` renders."""
+    start, end = (f"<!-- rendered by bench/{script}: {word} -->" for word in ("start", "end"))
+    pattern = re.compile(f"{re.escape(start)}.*?{re.escape(end)}", re.DOTALL)
+    if len(pattern.findall(text)) != 1:
+        raise SystemExit(f"expected the marks {start} and {end} once")
+    return pattern.sub(lambda _: f"{start}\n{part}\n{end}", text)

@@ -18,7 +18,7 @@ from typing import Any
 
 from common import read_lines
 
-NAMES = ("case", "format", "launch", "measure", "config")
+NAMES = ("case", "format", "rival", "launch", "measure", "fast_accum", "config")
 """What names a line. `config` only where one case was timed in several: what is picked may change between versions."""
 
 

@@ -1,7 +1,9 @@
-"""Fit the cost model to a sweep, choose the candidates, and write the table that the package ships for that GPU.
+"""Fit the cost model to sweeps, choose the candidates, and write the table that the package ships for that GPU.
 
     python bench/fit.py bench/results/sweep_h200.jsonl            # fits, reports, writes src/lowgmm/measured/
     python bench/fit.py bench/results/sweep_h200.jsonl --dry-run  # only reports
+
+Several files are one sweep taken in parts (cases or formats); they must come from one GPU and one commit.
 
 Needs no GPU. The report is the ratio of what ``pick`` would choose without any measurement to the best of the sweep.
 """
@@ -47,16 +49,21 @@ class Group:
         return math.log(self.times.get(config, math.inf) / min(self.times.values()))
 
 
-def read(path: Path) -> tuple[dict[str, Any], list[Group]]:
-    """The environment of a sweep, and its groups."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+def read(*paths: Path) -> tuple[dict[str, Any], list[Group]]:
+    """The environment of a sweep (in one file or in parts), and its groups."""
     groups: dict[tuple[str, str], Group] = {}
-    for line in lines[1:]:
-        case = GMM_CASES[line["case"]]
-        problem = Problem(case.E, case.M, case.N, case.K, DTYPES[line["format"]])
-        group = groups.setdefault((case.name, line["format"]), Group(case.name, problem, case.sizes, {}))
-        group.times[TileConfig.parse(line["config"])] = line["us"] * 1e-6
-    return lines[0]["environment"], list(groups.values())
+    heads = []
+    for path in paths:
+        head, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
+        heads.append(head["environment"])
+        for line in lines:
+            case = GMM_CASES[line["case"]]
+            problem = Problem(case.E, case.M, case.N, case.K, DTYPES[line["format"]])
+            group = groups.setdefault((case.name, line["format"]), Group(case.name, problem, case.sizes, {}))
+            group.times[TileConfig.parse(line["config"])] = line["us"] * 1e-6
+    if len({(head["device_name"], head.get("commit")) for head in heads}) != 1:
+        raise SystemExit(f"parts of a sweep come from one GPU and one commit: {', '.join(map(str, paths))}")
+    return heads[0], list(groups.values())
 
 
 def fit(groups: Sequence[Group], gpu: Gpu) -> tuple[Rates, Factors]:
@@ -200,10 +207,10 @@ def measured(groups: Sequence[Group], candidates: dict[str, tuple[str, ...]]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("sweep", type=Path, help="JSONL of bench/sweep.py")
+    parser.add_argument("sweep", type=Path, nargs="+", help="JSONL of bench/sweep.py, or its parts")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
     args = parser.parse_args()
-    env, groups = read(args.sweep)
+    env, groups = read(*args.sweep)
     gpu = H200
     assert env["device_name"] == gpu.name, f"the sweep is of {env['device_name']}; add its facts to lowgmm.gpu first"
     rates, factors = fit(groups, gpu)
@@ -211,7 +218,9 @@ def main() -> None:
     candidates = {f: tuple(choose([g for g in groups if g.problem.format == f])) for f in formats}
     if "bf16" not in candidates:
         candidates["bf16"] = tuple(dict.fromkeys(halved(t) for t in candidates["int8"]))
-    source = {"sweep": args.sweep.name} | {k: str(env[k]) for k in ("commit", "torch", "triton") if k in env}
+    source = {"sweep": " ".join(path.name for path in args.sweep)} | {
+        k: str(env[k]) for k in ("commit", "torch", "triton") if k in env
+    }
     table = tune_cache.Shipped(gpu.name, source, rates, factors, candidates, measured(groups, candidates))
     distrust(groups, gpu, table)
     for format in formats:

@@ -10,7 +10,6 @@ checked against the fp64 oracle before it is timed; the launches take turns.
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from common import (
     median_us,
     problem_of,
     read_lines,
+    rendered,
     require_gpu,
     share,
 )
@@ -40,7 +40,6 @@ from lowgmm.tune import LAUNCHES, Problem, TileConfig, candidates, predict, supp
 from lowgmm.workloads import LAUNCH_CASES, GmmCase
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "launch_modes.md"
-START, END = "<!-- rendered by bench/launch_modes.py: start -->", "<!-- rendered by bench/launch_modes.py: end -->"
 ARTICLE_QUEUE, WARPS = "queue, 32x64 tiles", "queue, warps specialised"
 ORDER = (*("expert", "grid", "persistent", "queue"), ARTICLE_QUEUE, WARPS)
 
@@ -144,14 +143,6 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     return "\n".join(out)
 
 
-def rendered(text: str, part: str) -> str:
-    """``text`` with ``part`` between its two marks."""
-    pattern = re.compile(f"{re.escape(START)}.*?{re.escape(END)}", re.DOTALL)
-    if len(pattern.findall(text)) != 1:
-        raise SystemExit(f"expected the marks {START} and {END} once")
-    return pattern.sub(lambda _: f"{START}\n{part}\n{END}", text)
-
-
 def picture(head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """Share of the roof by launch, a panel per format."""
     panels, table = [], shown(lines)
@@ -185,7 +176,7 @@ def main() -> None:
         measure(args)
         return
     head, lines = read_lines(args.render)
-    text = rendered(DOCUMENT.read_text(encoding="utf-8"), render(args.render.name, head, lines))
+    text = rendered(DOCUMENT.read_text(encoding="utf-8"), render(args.render.name, head, lines), Path(__file__).name)
     DOCUMENT.write_text(text, encoding="utf-8")
     args.render.with_suffix(".svg").write_text(picture(head, lines), encoding="utf-8")
     print(f"wrote {DOCUMENT} and {args.render.with_suffix('.svg')}")

@@ -45,7 +45,12 @@ ONE = [
     for up, down in (("16x256", "32x256"), ("32x256", "32x256"), ("32x256", "64x256"), ("64x128", "64x256"))
     for stages, per_sm in ((4, 2), (3, 3))
     for pre in ("", "-pre")
-] + ["direct-16-32x128-32x256-swap-tma-pre-4w6s2p", "direct-16-16x256-16x256-swap-tma-pre-2w4s4p"]
+] + [
+    "direct-16-32x128-32x256-swap-tma-pre-4w6s2p",
+    "direct-16-16x256-32x256-swap-tma-pre-4w4s4p",
+    "direct-16-16x256-16x256-swap-tma-pre-4w6s3p",
+    "direct-16-16x256-16x256-swap-tma-pre-2w4s4p",
+]
 FEW = [
     f"queue-16-{up}-{down}-swap{tma}{pre}-4w{stages}s{per_sm}p"
     for up, down in (("64x128", "64x256"), ("32x256", "64x256"), ("64x128", "128x128"))
@@ -66,14 +71,18 @@ MID = [
 ]
 MANY = [
     "queue-64-64x128-128x128-swap-tma-4w3s2p",
-    "queue-128-64x128-128x128-tma-8w3s1p",
-    "split-64-64x128-128x128-swap-tma-4w4s2p",
-    "split-128-64x128-128x128-tma-8w3s1p",
-    "split-128-64x128-128x128-tma-8w3s2p",
-    "split-128-64x128-128x128-tma-4w3s2p",
-    "split-128-128x128-256x128-tma-8w3s1p",
-    "split-128-128x128-128x128-tma-8w4s1p",
-    "split-128-64x128-128x128-swap-tma-8w3s2p",
+    "queue-64-64x128-128x128-swap-tma-gather-4w3s2p",
+    "queue-128-64x128-128x128-tma-gather-8w3s1p",
+    "split-64-64x128-128x128-swap-tma-gather-4w4s2p",
+    *(
+        f"{launch}-128-{up}x128-128x128-tma{gather}-{grid}"
+        for launch in ("split", "gmm")
+        for gather in ("", "-gather")
+        for up, grid in ((64, "8w3s1p"), (64, "8w3s2p"), (64, "4w3s2p"), (128, "8w3s1p"), (128, "8w4s1p"))
+    ),
+    "split-128-64x128-256x128-tma-gather-8w3s1p",
+    "gmm-64-64x128-128x128-swap-tma-gather-4w4s2p",
+    "gmm-128-128x128-128x128-tma-gather-pdl-8w4s1p",
 ]
 
 
@@ -145,7 +154,7 @@ class Layer:
 
     def composed(self, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """The layer as a sequence of lowgmm's operations."""
-        from lowgmm import compose, ops
+        from lowgmm import compose
         from lowgmm.layer import LayerSpec, Weights
 
         hidden, ids, weights = given
@@ -157,7 +166,7 @@ class Layer:
         def gmm(x: Tensor, w: list[Tensor], sx: Any, sw: Any, offsets: Tensor, bias: Any, dtype: torch.dtype) -> Tensor:
             return torch.ops.lowgmm.gmm(x, w, sx, sw, offsets, bias, None, "triton", None, dtype)
 
-        quantise = lambda x, fmt, clip: ops._quantize_tokens(x, fmt.name, clip, "triton")  # noqa: E731
+        quantise = lambda x, fmt, clip: torch.ops.lowgmm.quantize_tokens(x, fmt.name, clip, "triton")  # noqa: E731
         return compose.moe_ffn(hidden, w13, w2, ids, weights, LayerSpec(), None, gmm, quantise)
 
     def floor(self, T: int, ids: Tensor) -> float:

@@ -24,7 +24,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.language import NVMMASharedLayout
 
-from lowgmm.kernels.grouped_mm import PROMOTE_EVERY, grouped_mm_kernel
+from lowgmm.gpu import Gpu
+from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
 from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
@@ -62,9 +63,16 @@ def report(asm: dict[str, Any], shared: int) -> dict[str, int]:
             "tcgen05": r"tcgen05\.mma",
             "tma": r"cp\.async\.bulk\.tensor",
             "cp_async": r"cp\.async\.c[ag]",
+            "wide_stores": r"st\.global\.v4",
         }.items()
     }
     return {"shared": shared, "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)), **counts}
+
+
+def gpu_of(target: GPUTarget) -> Gpu:
+    """What kernels ask of a GPU, as far as a target says it."""
+    capability = divmod(target.arch, 10) if target.backend == "cuda" else (9, 4)
+    return Gpu(str(target.arch), capability, 1, 0, target.backend)
 
 
 def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) -> dict[str, int]:
@@ -73,7 +81,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     element, integer = ELEMENT[problem.dtype], not problem.dtype.is_floating_point
     if target.backend == "hip" and element == "fp8e4nv":
         element = "fp8e4b8"
-    promoted = problem.dtype == torch.float8_e4m3fn
+    promote = promote_every(problem.dtype, gpu_of(target))
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     constants: dict[str, Any] = {"BM": bm, "BN": bn, "BK": bk, "STAGES": config.num_stages, "BIAS": False}
     constants |= {"bias": None, "SCALED_X": scaled, "SCALED_W": scaled}
@@ -81,7 +89,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
         constants |= {"scales_x": None, "scales_w": None}
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
-        constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promoted}
+        constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promote > 0}
         x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, bn // 2))
         kernel, source_type = hopper_kernel, GluonASTSource
     else:
@@ -92,7 +100,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
             "TMA": config.tma,
             "EVEN_K": problem.K % bk == 0,
             "ACC": tl.int32 if integer else tl.float32,
-            "PROMOTE": min(PROMOTE_EVERY, bk) if promoted else 0,
+            "PROMOTE": min(promote, bk),
         }
         x = w = f"*{element}"
         if config.tma:

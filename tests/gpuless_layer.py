@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from gpuless import ELEMENT, TARGETS, compile_all, report
+from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
 from lowgmm.kernels.run_layer import constants
@@ -23,8 +23,8 @@ from lowgmm.plan import LayerConfig
 
 LAYER_POINTERS = {
     "scales_x": "fp32", "scales_w13": "fp32", "scales_w2": "fp32", "scales_h": "fp32", "bias_w13": "bf16",
-    "bias_w2": "bf16", "h": "bf16", "y": "bf16", "out": "bf16", "ids": "i32", "topk_weights": "fp32",
-    "workspace": "i32",
+    "bias_w2": "bf16", "h": "bf16", "scales_hq": "fp32", "y": "bf16", "out": "bf16", "ids": "i32",
+    "topk_weights": "fp32", "workspace": "i32",
 }  # fmt: skip
 
 
@@ -52,25 +52,27 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
     dtype, direct = getattr(torch, request["dtype"]), config.launch == "direct"
     experts, hidden, inner, top_k = (request[name] for name in "EHIA")
     biased = bool(request.get("biased"))
-    shared = constants(spec, config, dtype, hidden, inner, (biased, biased))
-    split, quantised = config.launch == "split", dtype.itemsize == 1
+    shared = constants(spec, config, dtype, hidden, inner, (biased, biased), gpu_of(target))
+    split, quantised = config.launch in ("split", "gmm"), dtype.itemsize == 1
     reports = []
-    for phase in (UP, DOWN) if split else (BOTH,):
+    for phase in (UP,) if config.launch == "gmm" else (UP, DOWN) if split else (BOTH,):
         done = split and quantised and spec.requantize == "token"
         requantize = "none" if not quantised else "done" if done and phase == DOWN else spec.requantize
         element = ELEMENT[dtype]
         types = {name: f"*{kind}" for name, kind in LAYER_POINTERS.items()}
         types |= dict.fromkeys(("R", "bound", "E", "H", "I", "stride_x", "stride_hq"), "i32")
         types |= dict.fromkeys(("clip", "slope", "limit"), "fp32")
-        types |= {"x": "*bf16" if direct else f"*{element}", "w2_pointer": f"*{element}"}
+        types |= {"x": "*bf16" if direct else f"*{element}", "w13_pointer": f"*{element}", "w2_pointer": f"*{element}"}
         types |= {"w13": f"*{element}", "w2": f"*{element}", "hq": f"*{element}"}
         if config.tma:
             types["w13"] = f"tensordesc<{element}[{config.up_n}, {config.up_k}]>"
             types["w2"] = f"tensordesc<{element}[{config.down_n}, {config.down_k}]>"
+            if config.gather:
+                types["x"] = f"tensordesc<{element}[{config.block_m}, {config.up_k}]>"
             if requantize == "done":
                 types["hq"] = f"tensordesc<{element}[{config.block_m}, {config.down_k}]>"
         constexprs = shared | {
-            "PHASE": phase, "DIRECT": direct, "REQUANTISE": done and phase == UP,
+            "PHASE": phase, "GATHERED": config.gather, "DIRECT": direct, "REQUANTISE": done and phase == UP,
             "PREFETCH": config.prefetch and target.backend == "cuda", "PDL": config.pdl, "A": top_k, "TMA": config.tma,
             "REQUANTIZE": requantize,
         }  # fmt: skip
@@ -85,14 +87,35 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
             )
         )  # fmt: skip
     if not direct and request.get("all"):
-        types = dict.fromkeys(("R", "bound", "E", "A", "H", "stride_x"), "i32") | {"clip": "fp32"}
+        types = dict.fromkeys(("R", "bound", "E", "H", "stride_x"), "i32") | {"clip": "fp32"}
         types |= {"ids": "*i32", "x": "*bf16", "xq": f"*{ELEMENT[dtype]}", "scales": "*fp32", "out": "*bf16"}
-        types |= {"workspace": "*i32"}
+        types |= {"workspace": "*i32", "gate": "*i32"}
         constexprs = {name: shared[name] for name in ("QMAX", "GROUPS", "BM")} | _blocks(request["T"] * top_k, experts)
-        constexprs |= {"ZERO": top_k == 1, "PDL": config.pdl, "BLOCK_H": shared["BLOCK_H"]}
+        constexprs |= {
+            "A": top_k,
+            "ZERO": top_k == 1,
+            "PDL": config.pdl,
+            "INVERSE": config.gather,
+            "GATHER": config.gather,
+            "BLOCK_H": shared["BLOCK_H"],
+        }
         reports.append(compile_kernel(prepare_kernel, types, constexprs, target, {"H", "stride_x"}, num_warps=4))
-        types = {"y": "*bf16", "ids": "*i32", "topk_weights": "*fp32", "out": "*bf16", "E": "i32", "H": "i32"}
-        constexprs = {"A": top_k, "WEIGHT_ON_INPUT": spec.weight_on_input, "PDL": config.pdl, "BLOCK": 1024}
+        types = {
+            "y": "*bf16",
+            "inverse": "*i32",
+            "ids": "*i32",
+            "topk_weights": "*fp32",
+            "out": "*bf16",
+            "E": "i32",
+            "H": "i32",
+        }
+        constexprs = {
+            "A": top_k,
+            "SORTED": False,
+            "WEIGHT_ON_INPUT": spec.weight_on_input,
+            "PDL": config.pdl,
+            "BLOCK": 1024,
+        }
         reports.append(compile_kernel(combine_kernel, types, constexprs, target, {"H"}, num_warps=4))
         types = {"ids": "*i32", "order": "*i32", "inverse": "*i32", "offsets": "*i32", "R": "i32", "E": "i32"}
         blocks = _blocks(request["T"] * top_k, experts)

@@ -32,7 +32,7 @@ MAY_IMPORT = {
 ONLY_TORCH = {"shapes", "formats", "layer", "routing", "quant", "reference"}
 # The backends sit below the operators that launch them.
 BACKENDS = {"kernels", "cpu"}
-NOT_FROM_BACKENDS = {"", "api", "ops", "module", "cli", "integrations", "evaluate"}
+NOT_FROM_BACKENDS = {"", "api", "ops", "ops_layer", "module", "cli", "integrations", "evaluate"}
 # Optional at run time, or slow to import: never loaded by `import lowgmm`.
 NOT_ON_IMPORT = {"triton", "transformers", "tokenizers", "safetensors", "tqdm", "matplotlib", "scipy", "pandas", "vllm"}
 

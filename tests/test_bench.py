@@ -16,6 +16,7 @@ import gmm
 import launch_modes
 import plot
 import pytest
+import rivals
 import torch
 
 from lowgmm import timing
@@ -84,9 +85,33 @@ def test_what_is_no_result_file_is_named(tmp_path: Path, content: str):
 
 
 def test_shipped_results_compare_with_themselves():
-    for name in ("sweep_h200", "gemm_cases_h200", "launch_modes_h200"):
+    for name in (
+        "sweep_h200",
+        "rivals_h200",
+        "rivals_8bit_h200",
+        "launch_modes_h200",
+        "overhead_h200",
+        "accumulation_h200",
+    ):
         path = str(BENCH / "results" / f"{name}.jsonl")
         assert compare.main([path, path]) == 0
+
+
+def test_the_document_of_rivals_says_what_the_files_say():
+    results = BENCH / "results"
+    assert rivals.DOCUMENT.read_text(encoding="utf-8") == rivals.document(results), (
+        "run python bench/rivals.py --render …"
+    )
+    for name, with_bf16 in rivals.FILES.items():
+        head, lines = common.read_lines(results / name)
+        slower = [{**ln, "us": ln["us"] * 2} if ln["rival"].startswith(rivals.OURS) else ln for ln in lines]
+        part = rivals.render(name, head, lines, with_bf16)
+        assert part != rivals.render(name, head, slower, with_bf16)
+
+
+def test_results_of_other_cases_are_refused():
+    with pytest.raises(SystemExit, match="not one of our cases: S9"):
+        rivals.convert({"results": [{"kind": "gemm", "peer": "x", "case": "S9"}]}, {})
 
 
 LINE = {"us": 50.0, "floor_us": 40.0, "tb_per_s": 4.0, "tflops": 700.0, "intensity": 180.0}
@@ -185,7 +210,9 @@ LAUNCHES_FILE = BENCH / "results" / "launch_modes_h200.jsonl"
 def test_the_documents_table_is_the_one_that_the_result_file_gives():
     text = launch_modes.DOCUMENT.read_text(encoding="utf-8")
     part = launch_modes.render(LAUNCHES_FILE.name, *common.read_lines(LAUNCHES_FILE))
-    assert text == launch_modes.rendered(text, part), "run python bench/launch_modes.py --render bench/results/…"
+    assert text == common.rendered(text, part, "launch_modes.py"), (
+        "run python bench/launch_modes.py --render bench/results/…"
+    )
     assert LAUNCHES_FILE.with_suffix(".svg").read_text(encoding="utf-8") == launch_modes.picture(
         *common.read_lines(LAUNCHES_FILE)
     )
@@ -195,7 +222,7 @@ def test_a_figure_changed_by_hand_would_be_noticed():
     text = launch_modes.DOCUMENT.read_text(encoding="utf-8")
     head, lines = common.read_lines(LAUNCHES_FILE)
     lines[0]["us"] *= 2
-    assert text != launch_modes.rendered(text, launch_modes.render(LAUNCHES_FILE.name, head, lines))
+    assert text != common.rendered(text, launch_modes.render(LAUNCHES_FILE.name, head, lines), "launch_modes.py")
 
 
 def test_the_table_shows_balancing_as_shares_of_the_roof():

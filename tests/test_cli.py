@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowgmm import cli, demo, evaluate, native, roofline, speed, timing
+from lowgmm import cli, demo, evaluate, gpu, native, roofline, speed, timing, tune
 
 pytest.importorskip("transformers")
 
@@ -220,7 +220,7 @@ def test_explain(capsys):
     for part in (
         "memory bound",
         "measured  210.0 us",
-        "tiles     16x64x256",
+        f"tiles     {tune.pick(tune.Problem(64, 1024, 2048, 4096, torch.int8), gpu.H200)}",
         "what to change",
         "arithmetic intensity",
     ):

@@ -83,6 +83,8 @@ def test_compiles(index: int, reports: list[dict[str, int]]) -> None:
             assert report["wgmma"] > 0
         assert report["wgmma"] + report["mma"] > 0
         assert (report["tma"] > 0) == config.tma
+        if config.warp_specialize:
+            assert report["wide_stores"] > 0, "results must leave 16 bytes at a time: alignment is lost somewhere"
     elif target == "gfx942":
         assert report["mfma"] > 0
     else:

@@ -39,6 +39,7 @@ def requests() -> list[dict[str, Any]]:
                 continue  # refused, or run as a sequence of operations
             made += [request(target, gpu, "qwen3", dtype, T, all=T == 8) for T in TOKENS[target]]
         made.append(request(target, gpu, "seed", torch.int8, 128))
+    made.append({**made[4], "T": 8192, "config": "gmm-128-128x128-128x128-tma-gather-8w4s1p", "all": True})
     hopper = GPUS["sm90"]
     for T in (1, 8, 8192):
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options=GPT_OSS, biased=True))

@@ -124,3 +124,19 @@ def test_reduce_overhead_compiles_the_first_call_into_a_graph() -> None:
     want = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_offsets=o.offsets, config=config) + 1
     for _ in range(4):
         assert torch.equal(call(o.x, o.scales_x).clone(), want)
+
+
+def test_fast_accumulation_is_a_choice_with_a_price() -> None:
+    """FP8 without promotion: more error at a large K than with it, never silently; INT8 does not change by a bit."""
+    errors = {}
+    for dtype in ("fp8", "int8"):
+        o = make_operands([128], 128, 16384, dtype, device="cuda")
+        exact = o.exact()
+        for fast in (False, True):
+            y = lowgmm.gmm(
+                o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32, fast_accum=fast,
+                config=config_of("128x128x128", o, torch.float32),
+            )  # fmt: skip
+            errors[dtype, fast] = float((y - exact).norm() / exact.norm())
+    assert errors["int8", True] == errors["int8", False]
+    assert errors["fp8", False] < errors["fp8", True] < 0.01

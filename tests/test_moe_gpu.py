@@ -154,8 +154,20 @@ def test_launches(T: int, top_k: int) -> None:
     launched = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
     config = pick(LayerProblem(T, top_k, E, H, I, torch.int8), describe(torch.device("cuda")))
     assert config is not None
-    allowed = {"direct": 1, "queue": 3, "split": 4}[config.launch]
+    allowed = {"direct": 1, "queue": 3, "split": 4, "gmm": 4}[config.launch]
     assert 0 < len(launched) <= allowed, launched
+
+
+@pytest.mark.parametrize("top_k", [1, 4])
+@pytest.mark.parametrize("format", ["int8", "fp8", None])
+def test_down_by_the_grouped_matmul(format: str | None, top_k: int) -> None:
+    """The second product as ``gmm`` picks it; with INT8 the same bits as in the layer's own kernel."""
+    case = Case(format, 2000, top_k)
+    k, gather = (64, "") if format is None else (128, "-gather")
+    y = case(config=f"gmm-128-64x{k}-128x{k}-tma{gather}-8w3s1p")
+    case.check(y)
+    if format == "int8" and top_k > 1:
+        assert torch.equal(y, case(config="split-128-64x128-128x128-tma-8w3s1p"))
 
 
 @pytest.mark.parametrize("T", TOKENS)

@@ -18,7 +18,7 @@ from lowgmm.tune import MAX_CANDIDATES, Problem, TileConfig, bucket, candidates,
 from lowgmm.workloads import GMM_CASES, MOE_SHAPES, MoeShape
 
 ROOT = Path(__file__).resolve().parents[1]
-SWEEP = ROOT / "bench" / "results" / "sweep_h200.jsonl"
+RESULTS = ROOT / "bench" / "results"
 DTYPES = (torch.int8, torch.float8_e4m3fn, torch.bfloat16)
 A100 = Gpu("NVIDIA A100", (8, 0), sms=108, shared_memory=166_912)
 DECODE = Problem(64, 1024, 2048, 4096, torch.int8)
@@ -34,8 +34,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     tune.forget()
 
 
+def sweep() -> tuple[dict[str, object], list[fit.Group]]:
+    """The sweep that the shipped table names."""
+    return fit.read(*(RESULTS / name for name in tune_cache.nearest(H200.name).source["sweep"].split()))
+
+
 def ratios(table: tune_cache.Shipped) -> tuple[float, float, int]:
-    return fit.report(fit.picks(fit.read(SWEEP)[1], H200, table))
+    return fit.report(fit.picks(sweep()[1], H200, table))
 
 
 def test_prediction_alone_is_near_the_best_of_the_sweep():
@@ -53,7 +58,7 @@ def test_a_model_that_ranks_backwards_fails_that_bar(monkeypatch: pytest.MonkeyP
 
 
 def test_the_shipped_table_is_of_the_shipped_sweep():
-    env, groups = fit.read(SWEEP)
+    env, groups = sweep()
     table = tune_cache.nearest(H200.name)
     assert table.source["commit"] == env["commit"], "run python bench/fit.py bench/results/sweep_h200.jsonl"
     for format in {g.problem.format for g in groups}:
@@ -62,11 +67,24 @@ def test_the_shipped_table_is_of_the_shipped_sweep():
     assert table.measured == fit.measured(groups, dict(table.candidates))
 
 
+def test_parts_of_a_sweep_are_of_one_commit(tmp_path: Path):
+    text = (RESULTS / "sweep_h200.jsonl").read_text().splitlines()
+    half = len(text) // 2
+    (tmp_path / "a").write_text("\n".join(text[:half]))
+    (tmp_path / "b").write_text("\n".join([text[0], *text[half:]]))
+    assert fit.read(tmp_path / "a", tmp_path / "b") == fit.read(RESULTS / "sweep_h200.jsonl")
+    head = json.loads(text[0])
+    head["environment"]["commit"] = "another"
+    (tmp_path / "b").write_text("\n".join([json.dumps(head), *text[half:]]))
+    with pytest.raises(SystemExit, match="one commit"):
+        fit.read(tmp_path / "a", tmp_path / "b")
+
+
 def test_predicted_time_is_near_the_measured_one():
     """Over every configuration of the sweep, skewed experts included: 10 % in the root mean square, no outlier of 2."""
     errors = [
         abs(torch.tensor(predict(g.problem, config, H200, g.sizes) / seconds).log().item())
-        for g in fit.read(SWEEP)[1]
+        for g in sweep()[1]
         for config, seconds in g.times.items()
     ]
     assert (sum(e * e for e in errors) / len(errors)) ** 0.5 < 0.10

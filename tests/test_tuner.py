@@ -15,13 +15,15 @@ from lowgmm.gpu import H200
 from lowgmm.shapes import DeviceError
 from lowgmm.tune import Problem, TileConfig, bucket, candidates, pick, predict
 
-DECODE = Problem(64, 1024, 2048, 4096, torch.int8)
+MANY = Problem(64, 64 * 128, 2048, 4096, torch.int8)
+"""Rows enough for every candidate to be considered."""
 CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("LOWGMM_CACHE", str(tmp_path))
+    monkeypatch.setattr(tuner, "describe", lambda device: H200)
     tune.forget()
     yield tmp_path
     monkeypatch.undo()
@@ -45,44 +47,44 @@ class Fake:
         return [1e-4 / self.gain if c == self.fast else 1e-4 for c in configs]
 
 
-def last(problem: Problem = DECODE) -> TileConfig:
+def last(problem: Problem = MANY) -> TileConfig:
     """The candidate that the model likes least."""
     return max(candidates(problem, H200), key=lambda c: predict(problem, c, H200))
 
 
 def test_the_winner_is_stored_and_picked_from_then_on(cache: Path):
-    (result,) = tuner.tune([DECODE], device=CPU, bench=Fake(last()))
+    (result,) = tuner.tune([MANY], device=CPU, bench=Fake(last()))
     assert result.config == last()
     assert result.gain == 2.0
-    assert pick(DECODE, H200) == last()
-    assert pick(replace(DECODE, M=900), H200) == last()
-    entry = json.loads((cache / "tune_nvidia_h200.json").read_text())["measured"][DECODE.key]
+    assert pick(MANY, H200) == last()
+    assert pick(replace(MANY, M=64 * 100), H200) == last()
+    entry = json.loads((cache / "tune_nvidia_h200.json").read_text())["measured"][MANY.key]
     assert entry["config"] == str(last())
     assert entry["us"] == pytest.approx(50)
-    assert len(entry["tried"]) == len(candidates(DECODE, H200))
+    assert len(entry["tried"]) == len(candidates(MANY, H200))
 
 
 def test_a_wrong_configuration_is_neither_timed_nor_stored():
     fake = Fake(last(), broken=[last()])
-    (result,) = tuner.tune([DECODE], device=CPU, bench=fake)
+    (result,) = tuner.tune([MANY], device=CPU, bench=fake)
     assert last() not in fake.timed
     assert result.rejected == {last(): "one zeroed tile"}
-    assert pick(DECODE, H200) != last()
+    assert pick(MANY, H200) != last()
 
 
 def test_nothing_is_stored_if_everything_is_wrong(cache: Path):
     with pytest.raises(timing.CheckError, match="one zeroed tile"):
-        tuner.tune([DECODE], device=CPU, bench=Fake(last(), broken=candidates(DECODE, H200)))
+        tuner.tune([MANY], device=CPU, bench=Fake(last(), broken=candidates(MANY, H200)))
     assert list(cache.iterdir()) == []
 
 
 def test_a_gain_within_the_noise_keeps_the_prediction():
-    (result,) = tuner.tune([DECODE], device=CPU, bench=Fake(last(), gain=1.005))
-    assert result.config == tune.predicted(DECODE, H200)
+    (result,) = tuner.tune([MANY], device=CPU, bench=Fake(last(), gain=1.005))
+    assert result.config == tune.predicted(MANY, H200)
 
 
 def test_buckets_are_tuned_once_and_kept_when_it_is_interrupted():
-    problems = [replace(DECODE, M=64 * rows) for rows in (16, 15, 1, 64)]
+    problems = [replace(MANY, M=64 * rows) for rows in (16, 15, 1, 64)]
     seen = []
 
     def stop(result: tuner.Tuned) -> None:
@@ -97,13 +99,13 @@ def test_buckets_are_tuned_once_and_kept_when_it_is_interrupted():
 
 
 def test_no_bucket_starts_after_the_limit():
-    assert tuner.tune([DECODE], device=CPU, bench=Fake(last()), limit=-1) == []
+    assert tuner.tune([MANY], device=CPU, bench=Fake(last()), limit=-1) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so():
     with pytest.raises(DeviceError, match="measures GPU kernels"):
-        tuner.tune([DECODE])
+        tuner.tune([MANY])
 
 
 @pytest.mark.interpreter
@@ -158,12 +160,11 @@ def test_dry_run_lists_buckets_and_candidates(capsys, cache: Path):
 
 def test_the_command_stores_and_reports(capsys, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(tuner, "describe", lambda device: H200)
-    monkeypatch.setattr(tuner, "GpuBench", lambda problem, device, seconds: Fake(last(), [pick(DECODE, H200)]))
-    arguments = ["tune", "--experts", "64", "--n", "2048", "--k", "4096", "--rows", "16"]
+    monkeypatch.setattr(tuner, "GpuBench", lambda problem, device, seconds: Fake(last(), [pick(MANY, H200)]))
+    arguments = ["tune", "--experts", "64", "--n", "2048", "--k", "4096", "--rows", "128"]
     assert cli.main(arguments) == 0
     out, err = capsys.readouterr()
-    assert f"{DECODE.key}: {last()} 50.0 µs" in out
+    assert f"{MANY.key}: {last()} 50.0 µs" in out
     assert "1 of 1 buckets stored" in out
     assert "is not used: one zeroed tile" in err
     monkeypatch.setattr(tuner, "GpuBench", lambda problem, *_: Fake(last(), candidates(problem, H200)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm import ops
+from lowgmm import ops, ops_layer
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.routing import Routing
 from lowgmm.shapes import ShapeError
@@ -26,6 +26,7 @@ def gmm(
     out_dtype: torch.dtype | None = None,
     clip: float | None = None,
     config: TileConfig | str | None = None,
+    fast_accum: bool = False,
     impl: str = "auto",
 ) -> Tensor:
     """Grouped matrix multiplication of expert-sorted rows by their experts' weights.
@@ -56,6 +57,9 @@ def gmm(
             accumulators of int8 operands (no scales, no bias).
         clip: threshold for outlier tokens when a float input is quantised, see :func:`quantize_tokens`.
         config: a :class:`lowgmm.tune.TileConfig` (or its string) to force on a GPU; default: ``tune.pick`` chooses.
+        fast_accum: leave FP8 sums in the matrix unit's accumulator over all of K instead of promoting them every 128.
+            Hopper's keeps about 14 bits: sometimes faster, with an error that grows with K (docs/accumulation.md has
+            both). No effect elsewhere.
         impl: ``"auto"``, ``"reference"`` (float64 oracle) or ``"triton"``.
 
     Returns:
@@ -89,11 +93,11 @@ def gmm(
     if output is not None:
         if out_dtype is not None and out_dtype != output.dtype:
             raise ShapeError(f"gmm: out_dtype is {out_dtype}, but output is {output.dtype}: leave out_dtype out.")
-        ops.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output)
+        ops.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output, fast_accum)
         return output
     if out_dtype is None:
         out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
-    return ops.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype)
+    return ops.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype, fast_accum)
 
 
 def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
@@ -267,8 +271,7 @@ def moe_ffn(
     (up, scales_w13), (down, scales_w2) = (
         (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
     )
-    result: Tensor = torch.ops.lowgmm.moe_ffn(
+    return ops_layer.moe_ffn(
         hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
         activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
     )  # fmt: skip
-    return result

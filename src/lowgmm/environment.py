@@ -98,14 +98,16 @@ def _nvidia_smi(device: torch.device) -> dict[str, str]:
 
 
 def _commit() -> str | None:
-    """The commit of the checkout this file is in, with a mark for uncommitted changes; without a history to ask, what
-    LOWGMM_COMMIT says."""
+    """What LOWGMM_COMMIT says, for copies of a checkout; else the commit that this file is of, with a mark for
+    uncommitted changes."""
+    if named := os.environ.get("LOWGMM_COMMIT"):
+        return named
     root = pathlib.Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
-        return os.environ.get("LOWGMM_COMMIT")
+        return None
     commit = _run("git", "-C", os.fspath(root), "rev-parse", "HEAD")
     changed = _run("git", "-C", os.fspath(root), "status", "--porcelain", "--untracked-files=no")
-    return f"{commit}+changes" if commit and changed else commit or os.environ.get("LOWGMM_COMMIT")
+    return f"{commit}+changes" if commit and changed else commit
 
 
 def write_json(path: pathlib.Path, data: Any) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -18,14 +18,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
-from lowgmm.layer import LayerSpec, Weights
-from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem
-from lowgmm.plan import pick as pick_layer
-from lowgmm.plan import supports as supports_layer
-from lowgmm.routing import Router, check_router, check_routing, route, select_experts
 from lowgmm.shapes import UnsupportedError, check_no_overlap
 from lowgmm.tune import TileConfig
-from lowgmm.validate import check_gmm, check_impl, check_moe, check_tokens, checked_bounds
+from lowgmm.validate import check_gmm, check_tokens, checked_bounds
 
 OPERANDS = (
     "Tensor input, Tensor[] weights, Tensor? scales_x, Tensor? scales_w, Tensor expert_offsets, Tensor? bias, "
@@ -34,20 +29,8 @@ OPERANDS = (
 
 library = torch.library.Library("lowgmm", "DEF")
 TAGS = (torch.Tag.pt2_compliant_tag,)
-library.define(f"gmm({OPERANDS}, ScalarType out_dtype) -> Tensor", tags=TAGS)
-library.define(f"gmm_out({OPERANDS}, Tensor(a!) output) -> ()", tags=TAGS)
-library.define(
-    "moe_ffn(Tensor hidden, Tensor[] w13, Tensor? scales_w13, Tensor? bias_w13, Tensor[] w2, Tensor? scales_w2, "
-    "Tensor? bias_w2, Tensor topk_ids, Tensor topk_weights, Tensor? scales_h, str activation, str gate_up, "
-    "float? alpha, float? limit, bool weight_on_input, str requantize, float? clip, str impl, str? config) -> Tensor",
-    tags=TAGS,
-)
-library.define("route(Tensor topk_ids, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", tags=TAGS)
-library.define(
-    "select_experts(Tensor logits, Tensor? bias, int top_k, str scoring, bool renormalize, int num_groups, "
-    "int topk_groups, float scale, str impl) -> (Tensor, Tensor)",
-    tags=TAGS,
-)
+library.define(f"gmm({OPERANDS}, ScalarType out_dtype, bool fast_accum=False) -> Tensor", tags=TAGS)
+library.define(f"gmm_out({OPERANDS}, Tensor(a!) output, bool fast_accum=False) -> ()", tags=TAGS)
 library.define("quantize_tokens(Tensor x, str format, float? clip, str impl) -> (Tensor, Tensor)", tags=TAGS)
 
 
@@ -138,7 +121,7 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def _row(scales: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+def flat_scales(scales: Tensor | None, shape: Sequence[int]) -> Tensor | None:
     """Scales as kernels see them: float32, contiguous, without a last axis of 1. The usual case is that they are.
 
     An axis of groups stays, in whatever layout.
@@ -147,7 +130,7 @@ def _row(scales: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
         return scales.float()
     if scales is None or (scales.dtype == torch.float32 and scales.dim() == len(shape) and scales.is_contiguous()):
         return scales
-    return scales.reshape(shape).float().contiguous()
+    return scales.reshape(tuple(shape)).float().contiguous()
 
 
 # gmm and gmm_out serve as their own fakes: the same checks, and no work on tensors without data.
@@ -164,6 +147,7 @@ def _gmm_into(
     clip: float | None,
     impl: str,
     config: str | None,
+    fast_accum: bool,
 ) -> None:
     on_gpu = out.device.type != "cpu"
     if impl == "auto":
@@ -172,7 +156,10 @@ def _gmm_into(
         checked_bounds(offsets, x.shape[0])
     if out.numel() == 0:
         return
-    scales_x, scales_w = _row(scales_x, (x.shape[0],)), _row(scales_w, (weights[0].shape[0], out.shape[1]))
+    scales_x, scales_w = (
+        flat_scales(scales_x, (x.shape[0],)),
+        flat_scales(scales_w, (weights[0].shape[0], out.shape[1])),
+    )
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
@@ -195,7 +182,9 @@ def _gmm_into(
         check_offsets_now(offsets, x.shape[0])
     tile = None if config is None else TileConfig.parse(config)
     with on_device(out.device):
-        _triton_backend().grouped_mm(out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile)
+        _triton_backend().grouped_mm(
+            out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile, fast_accum=fast_accum
+        )
 
 
 def _gmm(
@@ -209,11 +198,12 @@ def _gmm(
     impl: str,
     config: str | None,
     out_dtype: torch.dtype,
+    fast_accum: bool = False,
 ) -> Tensor:
     shape = _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
     out = input.new_empty(shape, dtype=out_dtype)
     if not isinstance(out, FakeTensor):
-        _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
+        _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config, fast_accum)
     return out
 
 
@@ -228,100 +218,11 @@ def _gmm_out(
     impl: str,
     config: str | None,
     output: Tensor,
+    fast_accum: bool = False,
 ) -> None:
     _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
     if not isinstance(output, FakeTensor):
-        _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config)
-
-
-# moe_ffn, its own fake too
-
-
-def _moe_ffn(
-    hidden: Tensor,
-    w13: list[Tensor],
-    scales_w13: Tensor | None,
-    bias_w13: Tensor | None,
-    w2: list[Tensor],
-    scales_w2: Tensor | None,
-    bias_w2: Tensor | None,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    scales_h: Tensor | None,
-    activation: str,
-    gate_up: str,
-    alpha: float | None,
-    limit: float | None,
-    weight_on_input: bool,
-    requantize: str,
-    clip: float | None,
-    impl: str,
-    config: str | None,
-) -> Tensor:
-    spec = LayerSpec(activation, gate_up, alpha, limit, weight_on_input, requantize, clip)
-    up, down = Weights(w13, scales_w13, bias_w13), Weights(w2, scales_w2, bias_w2)
-    sizes = check_moe(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
-    if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
-        return hidden.new_zeros(hidden.shape)
-    up, down = (
-        Weights(w.operands, None if w.scales is None else _row(w.scales, tuple(w.scales.shape[:2])), w.bias)
-        for w in (up, down)
-    )
-    arguments = (hidden, up, down, topk_ids, topk_weights, spec, scales_h)
-    if impl == "auto":
-        impl = "triton" if hidden.device.type != "cpu" else "cpu"
-    if config is not None and impl != "triton":
-        raise UnsupportedError(f"moe_ffn: config chooses GPU kernels, but the {impl} backend runs here; leave it out.")
-    if impl == "cpu":
-        from lowgmm import cpu
-
-        return cpu.moe_ffn(*arguments)
-    if impl == "triton" and (plan := _layer_config(*arguments, config)) is not None:
-        from lowgmm.kernels.run_layer import moe_ffn
-
-        with torch.cuda.device(hidden.device) if hidden.device.type != "cpu" else nullcontext():
-            return moe_ffn(*arguments, plan)
-    from lowgmm import compose
-
-    def gmm(
-        x: Tensor,
-        weights: list[Tensor],
-        scales_x: Tensor | None,
-        scales_w: Tensor | None,
-        offsets: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype,
-    ) -> Tensor:
-        return _gmm(x, weights, scales_x, scales_w, offsets, bias, None, impl, None, dtype)
-
-    return compose.moe_ffn(*arguments, gmm, lambda x, fmt, clip: _quantize_tokens(x, fmt.name, clip, impl))
-
-
-def _layer_config(
-    hidden: Tensor,
-    w13: Weights,
-    w2: Weights,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    spec: LayerSpec,
-    scales_h: Tensor | None,
-    config: str | None,
-) -> LayerConfig | None:
-    """How the layer's kernels run this call; None if it runs as a sequence of operations."""
-    from lowgmm.gpu import describe
-
-    check_interpreter("moe_ffn", hidden.device)
-    (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
-    (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
-    problem = LayerProblem(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up)
-    why = "w13 and w2 are of different dtypes." if w13.operands[0].dtype != dtype else None
-    if config is None:
-        return pick_layer(problem, gpu) if why is None else None
-    forced = LayerConfig.parse(config)
-    why = why or supports_layer(problem, forced, gpu)
-    if why is not None:
-        raise UnsupportedError(f"moe_ffn: config {config} cannot run here: {why}")
-    return forced
+        _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config, fast_accum)
 
 
 def check_interpreter(op: str, device: torch.device) -> None:
@@ -364,56 +265,6 @@ def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 
-# routing
-
-
-def _route(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
-    check_impl("route", impl)
-    check_routing(topk_ids, num_experts)
-    if impl == "reference" or (impl == "auto" and topk_ids.device.type == "cpu") or num_experts > MAX_BINS:
-        r = route(topk_ids, num_experts)
-        return r.order, r.inverse, r.offsets
-    check_interpreter("route", topk_ids.device)
-    from lowgmm.kernels.route import sort
-
-    with torch.cuda.device(topk_ids.device) if topk_ids.device.type != "cpu" else nullcontext():
-        return sort(topk_ids, num_experts)
-
-
-def _route_fake(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
-    check_impl("route", impl)
-    check_routing(topk_ids, num_experts)
-    rows = topk_ids.shape[0] * topk_ids.shape[1]
-    order, inverse = (topk_ids.new_empty(rows, dtype=torch.int64) for _ in range(2))
-    return order, inverse, topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
-
-
-def _select_experts(
-    logits: Tensor,
-    bias: Tensor | None,
-    top_k: int,
-    scoring: str,
-    renormalize: bool,
-    num_groups: int,
-    topk_groups: int,
-    scale: float,
-    impl: str,
-) -> tuple[Tensor, Tensor]:
-    check_impl("route", impl)
-    router = Router(top_k, scoring, renormalize, num_groups, topk_groups, scale)
-    check_router(logits, router, bias)
-    if isinstance(logits, FakeTensor):
-        shape = (logits.shape[0], top_k)
-        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
-    if impl == "reference" or (impl == "auto" and logits.device.type == "cpu"):
-        return select_experts(logits, router, bias)
-    check_interpreter("route", logits.device)
-    from lowgmm.kernels import route as kernels
-
-    with torch.cuda.device(logits.device) if logits.device.type != "cpu" else nullcontext():
-        return kernels.select_experts(logits, router, bias)
-
-
 def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     """Without gradients (out= variants refuse operands that need one) and autocast (it would lower the FP32 sums)."""
 
@@ -429,7 +280,7 @@ def _plainly(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _register(name: str, function: Any, fake: Any) -> None:
+def register(name: str, function: Any, fake: Any) -> None:
     function = _plainly(function)
     for key in ("CPU", "MkldnnCPU", "CUDA"):  # a packed weight's key outranks CPU's
         library.impl(name, function, key)
@@ -447,16 +298,13 @@ def gmm(*arguments: Any) -> Tensor:
 
 def gmm_out(*arguments: Any) -> None:
     """``torch.ops.lowgmm.gmm_out``, likewise."""
-    x, weights, scales_x, scales_w, offsets, bias, *_, output = arguments
+    x, weights, scales_x, scales_w, offsets, bias, _clip, _impl, _config, output, *_ = arguments
     if plain(x, weights[0], scales_x, scales_w, offsets, bias, output):
         _gmm_out(*arguments)
     else:
         torch.ops.lowgmm.gmm_out(*arguments)
 
 
-_register("gmm", _gmm, _gmm)
-_register("gmm_out", _gmm_out, _gmm_out)
-_register("moe_ffn", _moe_ffn, _moe_ffn)
-_register("route", _route, _route_fake)
-_register("select_experts", _select_experts, _select_experts)
-_register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)
+register("gmm", _gmm, _gmm)
+register("gmm_out", _gmm_out, _gmm_out)
+register("quantize_tokens", _quantize_tokens, _quantize_tokens_fake)

@@ -14,9 +14,9 @@ from lowgmm.gpu import Gpu
 from lowgmm.layer import GROUP
 from lowgmm.shapes import UnsupportedError
 
-LAUNCHES = ("direct", "queue", "split")
+LAUNCHES = ("direct", "queue", "split", "gmm")
 """direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
-combine."""
+combine. gmm: as split, but down is the grouped matmul of ``gmm``, with the tile that it picks for itself."""
 
 MAX_BINS = 4094
 """Experts that the counting sort of ``kernels/route.py`` can tell apart."""
@@ -63,6 +63,8 @@ class LayerConfig:
     """Put the weights on the matrix instruction's M side."""
     tma: bool = True
     """Load weights through TMA descriptors."""
+    gather: bool = False
+    """Write a quantised row for every slot, sorted, so that gate/up tiles read whole rows (and through TMA)."""
     prefetch: bool = False
     """A down tile that must wait asks L2 for its weights meanwhile."""
     pdl: bool = False
@@ -73,11 +75,13 @@ class LayerConfig:
     programs: int = 0
     """Programs of the launch, if not programs_per_sm on each SM."""
 
+    @property
+    def flags(self) -> tuple[bool, ...]:
+        return self.swap_ab, self.tma, self.gather, self.prefetch, self.pdl
+
     def __str__(self) -> str:
         flags = "".join(
-            f"-{name}"
-            for name, on in (("swap", self.swap_ab), ("tma", self.tma), ("pre", self.prefetch), ("pdl", self.pdl))
-            if on
+            f"-{name}" for name, on in zip(("swap", "tma", "gather", "pre", "pdl"), self.flags, strict=True) if on
         )
         grid = f"{self.programs}t" if self.programs else f"{self.programs_per_sm}p"
         tiles = f"{self.block_m}-{self.up_n}x{self.up_k}-{self.down_n}x{self.down_k}"
@@ -87,23 +91,24 @@ class LayerConfig:
     @functools.cache
     def parse(text: str) -> LayerConfig:
         """The configuration that ``str`` wrote."""
-        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
+        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
         m = re.fullmatch(pattern, text)
         if m is None or m[1] not in LAUNCHES:
             raise UnsupportedError(
                 f"moe_ffn: config {text!r} is not a layer configuration; expected e.g. "
                 f"'queue-16-64x256-128x256-swap-tma-4w4s2p'."
             )
-        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 11, 12, 13))
-        per_sm, total = (programs, 0) if m[14] == "p" else (1, programs)
-        flags = (bool(m[7]), bool(m[8]), bool(m[9]), bool(m[10]))
-        return LayerConfig(m[1], block_m, up_n, up_k, down_n, down_k, *flags, warps, stages, per_sm, total)
+        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 12, 13, 14))
+        per_sm, total = (programs, 0) if m[15] == "p" else (1, programs)
+        swap, tma, gather, pre, pdl = (bool(m[i]) for i in range(7, 12))
+        tiles = (block_m, up_n, up_k, down_n, down_k)
+        return LayerConfig(m[1], *tiles, swap, tma, gather, pre, pdl, warps, stages, per_sm, total)
 
     def shared_memory(self, element_size: int) -> int:
         """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
         # The down tile's intermediate arrives as 16 bits in the queue, whatever the weights have.
-        down = self.block_m * self.down_k * (2 if self.launch != "split" else element_size)
+        down = self.block_m * self.down_k * (2 if self.launch in ("direct", "queue") else element_size)
         down += self.down_n * self.down_k * element_size
         return max(up, down) * self.num_stages + 1024
 
@@ -127,6 +132,10 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return "8-bit matrix instructions consume K in steps of 32: up_k and down_k must be at least 32."
     if config.launch == "direct" and problem.T != 1:
         return f"a direct launch serves one token, got T={problem.T}."
+    if config.gather and (config.launch == "direct" or fmt is None):
+        return "gather quantises the rows of several tokens; a direct launch and unquantised weights have none."
+    if config.launch == "gmm" and problem.requantize != "token":
+        return f"a grouped matmul takes one scale per row, not {problem.requantize!r}."
     if problem.requantize == "group128" and (config.up_n > GROUP or config.down_k > GROUP):
         return f"group128 needs up_n and down_k of at most {GROUP}: a tile must lie in one group."
     if config.pdl and not gpu.tma:
@@ -165,9 +174,14 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
         return LayerConfig("queue", 64, 64, narrow, 128, narrow)
     if gpu.backend == "cuda" and gpu.capability[0] == 10:  # not measured; what compiles there without spilling
         return LayerConfig("split", 64, 64, narrow, 64, narrow)
+    hopper = gpu.backend == "cuda" and gpu.capability[0] == 9
+    launch = "gmm" if hopper and problem.requantize == "token" else "split"
+    # Two accumulators of 128 columns leave no registers for the epilogue of GPT-OSS (biases, clamps).
+    up_n, stages = (128, 4) if hopper and size == 1 and problem.gate_up == "concatenated" else (64, 3)
     return LayerConfig(
-        "split", 128, 64, narrow, 128, narrow, swap_ab=False, num_warps=8, num_stages=3, programs_per_sm=1
-    )
+        launch, 128, up_n, narrow, 128, narrow, swap_ab=False, gather=size == 1, num_warps=8, num_stages=stages,
+        programs_per_sm=1,
+    )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)  # bounded: every token count is a problem of its own

@@ -300,7 +300,7 @@ def _tile_advice(load: Load, config: Tiles) -> list[str]:
             f"instructions waiting between loads. Use block_k >= {wide}."
         )
     rows = max(load.sizes)
-    if 0 < rows <= config.block_m // 2 and config.block_m > 16:
+    if 0 < rows <= config.block_m // 2 and config.block_m > 32:
         found.append(f"block_m={config.block_m} is mostly padding: no expert has more than {rows} rows.")
     if config.launch == "expert" and len(load.sizes) < FEW_PROGRAMS:
         found.append(

@@ -257,15 +257,14 @@ def _check_spec(spec: LayerSpec) -> None:
 
 
 def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int) -> None:
-    fmt = format_of(w.operands[0].dtype)
-    if (fmt is None) != (w.scales is None):
+    values, fmt = w.operands[0], format_of(w.operands[0].dtype)
+    if fmt is None and w.scales is not None:
         raise DtypeError(
-            f"moe_ffn: argument {name!r} is {w.operands[0].dtype} {'with' if w.scales is not None else 'without'} "
-            f"scales: quantised weights come as a QuantTensor (lowgmm.quantize), others alone."
+            f"moe_ffn: scales_{name} belong to quantised weights, but {name} is {values.dtype}: pass None."
         )
-    if fmt is None:
+    if fmt is None or w.scales is None:
         hint = "Quantised weights come as a QuantTensor, which brings their scales (lowgmm.quantize)."
-        check_dtype("moe_ffn", name, w.operands[0], (hidden,), hint)
+        check_dtype("moe_ffn", name, values, (hidden,), hint)
     elif fmt.exact and inner > MAX_EXACT_K:
         raise ShapeError(f"moe_ffn: {name} sums over {inner}, more than {MAX_EXACT_K}: INT32 could overflow.")
     check_dtype("moe_ffn", f"scales_{name}", w.scales, FLOATS)

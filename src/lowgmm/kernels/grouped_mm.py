@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from lowgmm.gpu import describe
+from lowgmm.gpu import Gpu, describe
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
+from lowgmm.relaunch import Relauncher, descriptor
 from lowgmm.routing import max_row_tiles
 from lowgmm.shapes import UnsupportedError
 from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
@@ -164,6 +163,8 @@ def grouped_mm(
     offsets: Tensor,
     bias: Tensor | None,
     config: TileConfig | None = None,
+    *,
+    fast_accum: bool = False,
 ) -> None:
     """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups. Operands have one dtype and unit stride along K; everything is
     on one device."""
@@ -176,59 +177,61 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = replace(config.portable(), tma=False)
+            config = config.by_pointers()
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):
         raise UnsupportedError(f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes.")
+    promote = 0 if fast_accum else promote_every(x.dtype, gpu)
     if config.warp_specialize:
         from lowgmm.kernels.hopper import hopper_mm
 
-        promote = promote_every(x.dtype)
         hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, counters(x.device), config, gpu.sms, promote)
         return
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     if config.launch == "expert":
-        grid = num_experts + 1
+        programs = num_experts + 1
     else:
-        grid = max_row_tiles(num_rows, num_experts, bm) * triton.cdiv(n_size, bn)
+        programs = max_row_tiles(num_rows, num_experts, bm) * -(-n_size // bn)
         if config.launch != "grid":
-            grid = min(grid, gpu.sms * config.programs_per_sm)
-    groups = triton.next_power_of_2(num_experts + 1)
+            programs = min(programs, gpu.sms * config.programs_per_sm)
+    groups = 1 << num_experts.bit_length()  # a power of two > num_experts
     table = torch.empty(groups, dtype=torch.int32, device=x.device)
-    integer = not x.dtype.is_floating_point
-    grouped_mm_kernel[(grid,)](
-        TensorDescriptor.from_tensor(x, [bm, bk]) if config.tma else x,
-        TensorDescriptor.from_tensor(w.view(num_experts * n_size, k_size), [bn, bk]) if config.tma else w,
-        out,
-        scales_x,
-        scales_w,
-        bias,
-        offsets,
-        table,
-        counters(x.device) if config.launch == "queue" else None,
-        num_rows,
-        num_experts,
-        n_size,
-        k_size,
-        x.stride(0),
-        w.stride(0),
-        w.stride(1),
-        out.stride(0),
-        LAUNCH=LAUNCHES.index(config.launch),
-        GROUPS=groups,
-        BM=bm,
-        BN=bn,
-        BK=bk,
-        SWAP=config.swap_ab,
-        TMA=config.tma,
-        EVEN_K=k_size % bk == 0,
-        STAGES=config.num_stages,
-        ACC=tl.int32 if integer else tl.float32,
-        PROMOTE=min(promote_every(x.dtype), bk),
-        SCALED_X=scales_x is not None,
-        SCALED_W=scales_w is not None,
-        BIAS=bias is not None,
+    integers = (num_experts, n_size, k_size, x.stride(0), w.stride(0), w.stride(1), out.stride(0))
+    constants = (
+        LAUNCHES.index(config.launch),
+        groups,
+        bm,
+        bn,
+        bk,
+        config.swap_ab,
+        config.tma,
+        k_size % bk == 0,
+        config.num_stages,
+        tl.float32 if x.dtype.is_floating_point else tl.int32,
+        min(promote, bk),
+        scales_x is not None,
+        scales_w is not None,
+        bias is not None,
+    )
+    _launch(
+        programs,
+        (x.device, x.dtype, out.dtype, None if bias is None else bias.dtype, config, integers),
+        (x, w, out, scales_x, scales_w, bias, offsets),
+        (
+            descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, bk]) if config.tma else x,
+            descriptor(TensorDescriptor, w, (num_experts * n_size, k_size), (k_size, 1), [bn, bk]) if config.tma else w,
+            out,
+            scales_x,
+            scales_w,
+            bias,
+            offsets,
+            table,
+            counters(x.device) if config.launch == "queue" else None,
+            num_rows,
+            *integers,
+            *constants,
+        ),
         num_warps=config.num_warps,
         # The epilogue's roundings are the contract's, so no multiply-add is fused there; the matrix instructions do not
         # care. Only fp32 operands are multiplied by ordinary instructions, twice as many of them without fusion.
@@ -236,9 +239,13 @@ def grouped_mm(
     )
 
 
-def promote_every(dtype: torch.dtype) -> int:
-    """K between promotions for operands of ``dtype``; 0: their accumulator needs none."""
-    return PROMOTE_EVERY if dtype == torch.float8_e4m3fn else 0
+_launch = Relauncher(grouped_mm_kernel)
+
+
+def promote_every(dtype: torch.dtype, gpu: Gpu) -> int:
+    """K between promotions for operands of ``dtype``; 0: the accumulator is FP32, as Blackwell's and AMD's for FP8."""
+    coarse = gpu.backend == "cuda" and gpu.capability < (10, 0)
+    return PROMOTE_EVERY if dtype == torch.float8_e4m3fn and coarse else 0
 
 
 def as_fnuz(

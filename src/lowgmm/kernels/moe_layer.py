@@ -23,6 +23,13 @@ BOTH, UP, DOWN = (tl.constexpr(i) for i in range(3))
 
 
 @triton.jit
+def expert_of(ids, slot, E):
+    """The slot's expert, or -1 if it has none; compared before it is narrowed to 32 bits."""
+    e = tl.load(ids + slot)
+    return tl.where((e >= 0) & (e < E), e, -1).to(tl.int32)
+
+
+@triton.jit
 def find_task(tiles, task, tiles_n, BM: tl.constexpr):
     """Row tile's number, expert, first row, end of its expert's rows, column tile: of task number ``task``.
 
@@ -40,13 +47,22 @@ def find_task(tiles, task, tiles_n, BM: tl.constexpr):
 
 
 @triton.jit
-def sum_slots(y, ids, topk_weights, t, n, inside, E, H, A: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr):
-    """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert."""
+def sum_slots(
+    y, inverse, ids, topk_weights, t, n, inside, E, H,
+    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert.
+
+    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is.
+    """
     total = tl.zeros(n.shape, dtype=tl.float32)
     for a in tl.static_range(A):
         e = tl.load(ids + t * A + a)
         local = (e >= 0) & (e < E)
-        v = tl.load(y + (t * A + a) * H + n, mask=inside & local, other=0.0).to(tl.float32)
+        row = t * A + a
+        if SORTED:
+            row = tl.load(inverse + row, mask=local, other=0).to(tl.int64)
+        v = tl.load(y + row * H + n, mask=inside & local, other=0.0).to(tl.float32)
         if not WEIGHT_ON_INPUT:
             w = tl.load(topk_weights + t * A + a).to(tl.float32)
             v = v * tl.where(local, w, 0.0)
@@ -56,7 +72,7 @@ def sum_slots(y, ids, topk_weights, t, n, inside, E, H, A: tl.constexpr, WEIGHT_
 
 @triton.jit
 def prefetch(w, rows, width, BYTES: tl.constexpr):
-    """Ask L2 for whole rows of weights; nothing waits for them."""
+    """Ask L2 for whole rows of a matrix of this width; nothing waits for them."""
     line = tl.arange(0, 16) * (128 // BYTES)
     for start in tl.range(0, width, 16 * 128 // BYTES):
         at = tl.where(start + line < width, start + line, 0)
@@ -67,8 +83,22 @@ def prefetch(w, rows, width, BYTES: tl.constexpr):
 
 
 @triton.jit
+def prefetch_up(w13, expert, n_tile, H, I, BN: tl.constexpr, LAYOUT: tl.constexpr, BYTES: tl.constexpr):
+    """Ask L2 for the weights of a gate/up tile."""
+    rows = n_tile * BN + tl.arange(0, BN)
+    rows = tl.where(rows < I, rows, 0)
+    if LAYOUT == "concatenated":
+        prefetch(w13, expert.to(tl.int64) * 2 * I + rows, H, BYTES)
+        prefetch(w13, expert.to(tl.int64) * 2 * I + I + rows, H, BYTES)
+    elif LAYOUT == "interleaved":
+        prefetch(w13, expert.to(tl.int64) * I + rows, 2 * H, BYTES)
+    else:
+        prefetch(w13, expert.to(tl.int64) * I + rows, H, BYTES)
+
+
+@triton.jit
 def requantise_rows(
-    h, hq, absmax, row, end, I, stride_hq, QMAX: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr
+    h, hq, scales_hq, absmax, row, end, I, stride_hq, QMAX: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """hq = the rows of h in the weights' format, now that each row's absmax is known.
 
@@ -77,7 +107,8 @@ def requantise_rows(
     """
     rm = row + tl.arange(0, BM)
     safe = tl.where(rm < end, rm, row)
-    inverse, _ = scales_of(tl.load(absmax + safe, volatile=True).to(tl.float32, bitcast=True), QMAX)
+    inverse, scale = scales_of(tl.load(absmax + safe, volatile=True).to(tl.float32, bitcast=True), QMAX)
+    tl.store(scales_hq + rm, scale, mask=rm < end)
     for start in tl.range(0, I, BLOCK):
         k = start + tl.arange(0, BLOCK)
         at = safe.to(tl.int64)[:, None] * I + k[None, :]
@@ -93,15 +124,17 @@ def moe_layer_kernel(
     x,  # (T, H) values, row stride stride_x; with DIRECT (1, H) floats
     scales_x,  # (T,) float32
     w13,  # (E, 2I, H): descriptor of [BN1, BK1] or pointer
+    w13_pointer,  # w13 again, as a pointer, for prefetch
     scales_w13,  # (E, 2I) float32
     bias_w13,  # (E, 2I)
     w2,  # (E, H, I): descriptor of [BN2, BK2] or pointer
-    w2_pointer,  # w2 again, as a pointer, for prefetch
+    w2_pointer,  # likewise
     scales_w2,  # (E, H) float32
     bias_w2,  # (E, H)
     scales_h,  # (E,) float32
     h,  # (R, I) scratch
     hq,  # (R, I), row stride stride_hq: h in the weights' format, in its memory; with TMA in DOWN a descriptor
+    scales_hq,  # (R,) float32 scratch, with hq
     y,  # (R, H) scratch, by slot
     out,  # (T, H)
     ids,  # (T, A)
@@ -118,6 +151,7 @@ def moe_layer_kernel(
     slope,
     limit,
     PHASE: tl.constexpr,
+    GATHERED: tl.constexpr,  # x and scales_x have a row per slot, sorted; with TMA x is a descriptor of [BM, BK1]
     DIRECT: tl.constexpr,  # one token: its slots are the tiles, nothing was prepared, and the sum is done here
     REQUANTISE: tl.constexpr,  # UP: the last tile of a row block writes hq
     PREFETCH: tl.constexpr,
@@ -139,33 +173,38 @@ def moe_layer_kernel(
 
     if PDL:
         gdc_wait()
-    inverse = 0.0
-    scale = 0.0
-    if DIRECT:
-        row_tiles = A
-        if QMAX > 0:
-            inverse, scale = scales_of(row_absmax(x, H, clip, BLOCK_H), QMAX)
-    else:
+    row_tiles = A
+    if not DIRECT:
         row_tiles = tl.load(workspace + 1)
     tiles1, tiles2 = tl.cdiv(I, BN1), tl.cdiv(H, BN2)
     up_tasks = row_tiles * tiles1 if PHASE != DOWN else 0
     tasks = up_tasks + (row_tiles * tiles2 if PHASE != UP else 0)
-
     task = tl.atomic_add(workspace, 1, sem="relaxed")
+
+    inverse = 0.0
+    scale = 0.0
+    if DIRECT:
+        if PREFETCH:  # while the token's absmax is being found
+            if task < up_tasks:
+                expert = expert_of(ids, task // tiles1, E)
+                if expert >= 0:
+                    prefetch_up(w13_pointer, expert, task % tiles1, H, I, BN1, LAYOUT, TYPE.primitive_bitwidth // 8)
+        if QMAX > 0:
+            inverse, scale = scales_of(row_absmax(x, H, clip, BLOCK_H), QMAX)
     while task < tasks:
         next_task = tl.atomic_add(workspace, 1, sem="relaxed")  # ahead, so that its latency is hidden
         if PHASE == UP or (PHASE == BOTH and task < up_tasks):
             if DIRECT:
                 tile1, row1, end1, n1 = task // tiles1, task // tiles1, task // tiles1 + 1, task % tiles1
-                expert1 = tl.load(ids + tile1).to(tl.int32)
+                expert1 = expert_of(ids, tile1, E)
             else:
                 tile1, expert1, row1, end1, n1 = find_task(tiles, task, tiles1, BM)
-            if not DIRECT or ((expert1 >= 0) & (expert1 < E)):
+            if not DIRECT or expert1 >= 0:
                 gate_up_tile(
                     x, scales_x, inverse, scale, w13, scales_w13, bias_w13, h, absmax, order, topk_weights,
                     expert1, row1, end1, n1, H, I, A, stride_x, slope, limit,
-                    BM, BN1, BK1, STAGES, SWAP, TMA, EVEN_K1, TYPE, ACC, PROMOTE, QMAX, DIRECT, ACTIVATION, LAYOUT,
-                    CLAMPED, WEIGHT_ON_INPUT, BIAS1, GROUPS, GROUP,
+                    BM, BN1, BK1, STAGES, SWAP, TMA, EVEN_K1, TYPE, ACC, PROMOTE, QMAX, DIRECT, GATHERED, ACTIVATION,
+                    LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, GROUPS, GROUP,
                 )  # fmt: skip
             if PHASE == BOTH:
                 tl.debug_barrier()  # every thread's part of h is written before one thread says so
@@ -173,15 +212,15 @@ def moe_layer_kernel(
             elif REQUANTISE:
                 tl.debug_barrier()
                 if tl.atomic_add(done + tile1, 1, sem="acq_rel") == tiles1 - 1:
-                    requantise_rows(h, hq, absmax, row1, end1, I, stride_hq, QMAX, BM, 128)
+                    requantise_rows(h, hq, scales_hq, absmax, row1, end1, I, stride_hq, QMAX, BM, 128)
         else:
             if DIRECT:
                 down = task - up_tasks
                 tile2, row2, end2, n2 = down // tiles2, down // tiles2, down // tiles2 + 1, down % tiles2
-                expert2 = tl.load(ids + tile2).to(tl.int32)
+                expert2 = expert_of(ids, tile2, E)
             else:
                 tile2, expert2, row2, end2, n2 = find_task(tiles, task - up_tasks, tiles2, BM)
-            local = (expert2 >= 0) & (expert2 < E)
+            local = expert2 >= 0
             if PHASE == BOTH:
                 if tl.atomic_add(done + tile2, 0, sem="acquire") < tiles1:
                     if PREFETCH and local:
@@ -231,28 +270,31 @@ def finish_direct(
         if not local:
             tl.store(out + n, tl.zeros(n.shape, dtype=tl.float32).to(out.dtype.element_ty), mask=n < H)
     elif tl.atomic_add(columns_done + n_tile, 1, sem="acq_rel") == A - 1:
-        total = sum_slots(y, ids, topk_weights, 0, n, n < H, E, H, A, WEIGHT_ON_INPUT)
+        total = sum_slots(y, done, ids, topk_weights, 0, n, n < H, E, H, A, False, WEIGHT_ON_INPUT)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < H)
         tl.store(columns_done + n_tile, 0)
 
 
 @triton.jit
 def combine_kernel(
-    y,  # (R, H) by slot
+    y,  # (R, H) by slot, or SORTED
+    inverse,  # (R,) int32: slot -> row of y
     ids,  # (T, A)
     topk_weights,  # (T, A)
     out,  # (T, H)
     E,
     H,
     A: tl.constexpr,
+    SORTED: tl.constexpr,
     WEIGHT_ON_INPUT: tl.constexpr,
     PDL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (T, cdiv(H, BLOCK)): the weighted sum of each token's slots."""
+    """Grid (T · cdiv(H, BLOCK),): the weighted sum of each token's slots."""
     if PDL:
         gdc_wait()
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    total = sum_slots(y, ids, topk_weights, t, n, n < H, E, H, A, WEIGHT_ON_INPUT)
+    blocks = tl.cdiv(H, BLOCK)
+    t = (tl.program_id(0) // blocks).to(tl.int64)
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, H, A, SORTED, WEIGHT_ON_INPUT)
     tl.store(out + t * H + n, total.to(out.dtype.element_ty), mask=n < H)

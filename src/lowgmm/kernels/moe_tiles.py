@@ -22,9 +22,14 @@ def on_columns(v, SWAP: tl.constexpr):
 
 @triton.jit
 def multiply(a, b, acc, SWAP: tl.constexpr, ACC: tl.constexpr, PROMOTE: tl.constexpr):
-    """acc + a [BM, BK] · b [BN, BK]ᵀ, or its transpose with SWAP (the weights on the matrix instruction's M side)."""
+    """acc + a [BM, BK] · b [BN, BK]ᵀ, or its transpose with SWAP (the weights on the matrix instruction's M side).
+
+    FP8 sums are promoted as in ``tiles.accumulate``.
+    """
     if SWAP:
-        acc = tl.dot(b, a.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)
+        a, b = b, a
+    if PROMOTE == a.shape[1] and a.shape[0] * b.shape[0] <= 64 * 128:
+        acc += tl.dot(a, b.T)
     else:
         acc = tl.dot(a, b.T, acc, input_precision="ieee", max_num_imprecise_acc=PROMOTE, out_dtype=ACC)
     return acc
@@ -84,8 +89,9 @@ def scaled(
 
 @triton.jit
 def gate_up_tile(
-    x,  # (T, H), row stride stride_x: values, or with DIRECT one row of floats, quantised as it is loaded
-    scales_x,  # (T,) float32
+    x,  # (T, H), row stride stride_x: values, or with DIRECT one row of floats, quantised as it is loaded; GATHERED:
+    # (R, H) values by sorted row, with TMA a descriptor of [BM, BK]
+    scales_x,  # (T,) float32; GATHERED (R,)
     direct_inverse,  # with DIRECT the token's 1 / scale …
     direct_scale,  # … and scale
     w13,  # (E, 2I, H): descriptor of [BN, BK] or pointer
@@ -98,7 +104,8 @@ def gate_up_tile(
     expert, row, end, n_tile, H, I, A, stride_x, slope, bound,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
-    PROMOTE: tl.constexpr, QMAX: tl.constexpr, DIRECT: tl.constexpr, ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr,
+    PROMOTE: tl.constexpr, QMAX: tl.constexpr, DIRECT: tl.constexpr, GATHERED: tl.constexpr,
+    ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr,
     CLAMPED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
@@ -122,7 +129,10 @@ def gate_up_tile(
         slot = tl.where(in_rows, rm, row)
     else:
         slot = tl.load(order + tl.where(in_rows, rm, row))
-    token = (slot // A).to(tl.int64)
+    x_row = slot // A
+    if GATHERED:
+        x_row = tl.where(in_rows, rm, row)
+    x_row = x_row.to(tl.int64)
     w_row = expert * I
     stride = H
     up_row = 0
@@ -145,10 +155,12 @@ def gate_up_tile(
             a = tl.where((tl.arange(0, BM) == 0)[:, None], v[None, :], tl.zeros_like(v)[None, :])
             if QUANTISED:
                 a = a.to(TYPE, bitcast=True)
+        elif GATHERED and TMA:
+            a = x.load([row, start])
         elif EVEN_K:
-            a = tl.load(x + token[:, None] * stride_x + k[None, :])
+            a = tl.load(x + x_row[:, None] * stride_x + k[None, :])
         else:
-            a = tl.load(x + token[:, None] * stride_x + k[None, :], mask=(k < H)[None, :], other=0.0)
+            a = tl.load(x + x_row[:, None] * stride_x + k[None, :], mask=(k < H)[None, :], other=0.0)
         b = load_weights(w13, w_row, rows, start, rk, H - start, stride, TMA, EVEN_K)
         gate = multiply(a, b, gate, SWAP, ACC, PROMOTE)
         if GATED:
@@ -161,7 +173,7 @@ def gate_up_tile(
         if DIRECT:
             row_scale = tl.where(in_rows, direct_scale, 0.0)
         else:
-            row_scale = tl.load(scales_x + token)
+            row_scale = tl.load(scales_x + x_row)
     if WEIGHT_ON_INPUT:
         row_weight = tl.load(topk_weights + slot).to(tl.float32)
     channel = expert.to(tl.int64) * I

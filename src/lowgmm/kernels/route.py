@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from lowgmm.formats import QuantFormat
-from lowgmm.kernels.quantize import quantize_row
+from lowgmm.kernels.quantize import quantize_row, round_to, row_absmax, scales_of
 from lowgmm.routing import LOWEST, Router, max_row_tiles
 
 TILE_FIELDS = tl.constexpr(4)
@@ -35,7 +35,7 @@ def place_expert(
     ids,  # (R,) int
     order,  # (R,) int32, written: sorted position -> slot
     inverse,  # (R,) int32, written: slot -> sorted position
-    offsets,  # (E+1,) int32, written at e
+    offsets,  # (E+1,) int32, written at e + 1
     tiles,  # (bound, TILE_FIELDS) int32, written: records of this expert's row tiles
     done,  # (bound,) int32, zeroed
     count,  # (1,) int32, written by program 0: row tiles of all experts
@@ -65,7 +65,10 @@ def place_expert(
         placed += tl.sum(mine.to(tl.int32), 0)
         start += BLOCK
     if INVERSE:
-        tl.store(offsets + e, first_row)
+        if e == 0:
+            tl.store(offsets, 0)
+        if e < E:
+            tl.store(offsets + e + 1, first_row + size)
     if TILES:
         row_tiles = tl.where(bins < E, tl.cdiv(sizes, BM), 0)
         first = tl.sum(tl.where(bins < e, row_tiles, 0), 0)
@@ -91,6 +94,29 @@ def sort_kernel(ids, order, inverse, offsets, R, E, BINS: tl.constexpr, BLOCK: t
     place_expert(ids, order, inverse, offsets, order, order, order, e, R, E, False, True, 1, BINS, BLOCK)
 
 
+@triton.jit
+def scatter_row(
+    x, xq, scales, ids, inverse, gate, E, H, clip, A: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Quantise a token once, and write it to the sorted row of each of its slots, once the sort is done."""
+    row_inverse, scale = scales_of(row_absmax(x, H, clip, BLOCK), QMAX)
+    while tl.atomic_add(gate + 1, 0, sem="acquire") < E:
+        pass
+    k = tl.arange(0, BLOCK)
+    for start in tl.range(0, H, BLOCK):
+        v = tl.load(x + start + k, mask=start + k < H, other=0.0).to(tl.float32) * row_inverse
+        q = round_to(v, QMAX, xq.dtype.element_ty)
+        for a in tl.static_range(A):  # unrolled and without branches, so that the loads do not wait for each other
+            e = tl.load(ids + a)
+            local = (e >= 0) & (e < E)
+            row = tl.load(inverse + a, mask=local, other=0).to(tl.int64)
+            tl.store(xq + row * H + start + k, q, mask=(start + k < H) & local)
+            tl.store(scales + row, scale, mask=local)
+    tl.debug_barrier()
+    if tl.atomic_add(gate + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(gate + 1, 0)  # all experts are sorted and all tokens placed
+
+
 @triton.jit(do_not_specialize=["R", "bound"])
 def prepare_kernel(
     ids,  # (T, A) int
@@ -98,38 +124,59 @@ def prepare_kernel(
     xq,  # (T, H) int8 or float8e4nv
     scales,  # (T,) float32
     out,  # (T, H)
-    workspace,  # int32, see moe_layer.workspace_size
+    workspace,  # int32, see moe_layer
+    gate,  # (2,) int32, zero before and after: with GATHER a ticket, and experts sorted plus tokens placed
     R,
     bound,
     E,
-    A,
     H,
     stride_x,
     clip,
+    A: tl.constexpr,
     QMAX: tl.constexpr,  # 0: hidden is not quantised
     GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
     PDL: tl.constexpr,
+    GATHER: tl.constexpr,  # xq and scales have a row for each slot, sorted, instead of one for each token
+    INVERSE: tl.constexpr,  # inverse and offsets are wanted, behind absmax
     ZERO: tl.constexpr,  # tokens without an expert are zeroed here, because no combine follows
     BM: tl.constexpr,
     BINS: tl.constexpr,
     BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """Grid (E + T,): everything ahead of the layer's products. Programs 0 … E-1 sort, the others take a token each."""
+    """Grid (E + T,): everything ahead of the layer's products. Programs 0 … E-1 sort, the others take a token each.
+
+    With GATHER the tokens wait for the sort. Then a program's number is a ticket: those that sort have started before
+    those that wait for them, in whatever order the hardware starts them.
+    """
     if PDL:
         gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
     pid = tl.program_id(0)
+    if GATHER:
+        pid = tl.atomic_add(gate, 1, sem="relaxed")
+        if pid == tl.num_programs(0) - 1:
+            tl.store(gate, 0)  # everyone has drawn one
     tiles = workspace + 4
     done = tiles + bound * TILE_FIELDS
     order = done + bound
     absmax = order + R
+    inverse = absmax + R * GROUPS
     if pid < E:
         if pid == 0:
             tl.store(workspace, 0)  # the queue's ticket
-        place_expert(ids, order, order, order, tiles, done, workspace + 1, pid, R, E, True, False, BM, BINS, BLOCK)
+        place_expert(
+            ids, order, inverse, inverse + R, tiles, done, workspace + 1, pid, R, E, True, INVERSE, BM, BINS, BLOCK
+        )  # fmt: skip
+        if GATHER:
+            tl.debug_barrier()
+            tl.atomic_add(gate + 1, 1, sem="release")
     else:
         t = (pid - E).to(tl.int64)
-        if QMAX > 0:
+        if GATHER:
+            scatter_row(
+                x + t * stride_x, xq, scales, ids + t * A, inverse + t * A, gate, E, H, clip, A, QMAX, BLOCK_H
+            )  # fmt: skip
+        elif QMAX > 0:
             quantize_row(x + t * stride_x, xq + t * H, scales + t, H, clip, QMAX, BLOCK_H)
         if GROUPS > 0:
             j = tl.arange(0, 64)
@@ -269,14 +316,19 @@ def prepare(
     scales: Tensor,
     out: Tensor,
     workspace: Tensor,
+    gate: Tensor | None,
     num_experts: int,
     block_m: int,
     fmt: QuantFormat | None,
     clip: float | None,
     groups: int,
+    inverse: bool,
     pdl: bool,
 ) -> None:
-    """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters."""
+    """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters.
+
+    With a ``gate``, xq and scales are filled by sorted row.
+    """
     (num_tokens, top_k), width = ids.shape, x.shape[1]
     block_h = min(max(128, triton.next_power_of_2(width)), 4096)
     prepare_kernel[(num_experts + num_tokens,)](
@@ -286,17 +338,20 @@ def prepare(
         scales,
         out,
         workspace,
+        workspace if gate is None else gate,
         ids.numel(),
         max_row_tiles(ids.numel(), num_experts, block_m),
         num_experts,
-        top_k,
         width,
         x.stride(0),
         math.inf if clip is None else clip,
+        A=top_k,
         QMAX=0.0 if fmt is None else fmt.qmax,
         GROUPS=groups,
         PDL=pdl,
-        ZERO=top_k == 1,
+        GATHER=gate is not None,
+        INVERSE=inverse or gate is not None,
+        ZERO=top_k == 1 and not inverse,
         BM=block_m,
         BLOCK_H=block_h,
         **_blocks(ids.numel(), num_experts),

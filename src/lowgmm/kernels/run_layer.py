@@ -12,8 +12,8 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import format_of
-from lowgmm.gpu import describe
-from lowgmm.kernels.grouped_mm import promote_every
+from lowgmm.gpu import Gpu, describe
+from lowgmm.kernels.grouped_mm import grouped_mm, promote_every
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import TILE_FIELDS, prepare
@@ -39,110 +39,152 @@ def moe_ffn(
     """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0.
 
     Scratch memory for a bfloat16 ``hidden`` is R · (2 · I + 2 · H) + T · H bytes (h; the slots' outputs, unless A = 1;
-    quantised tokens) and a few words per row and tile.
+    quantised tokens; R · H instead of T · H with ``gather``) and a few words per row and tile.
     """
-    (num_tokens, width), top_k = hidden.shape, topk_ids.shape[1]
-    num_experts, inner = w2.operands[0].shape[0], w2.operands[0].shape[2]
-    values13, values2 = (w.operands[0].contiguous() for w in (w13, w2))
-    fmt = format_of(values2.dtype)
-    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
-    ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
-    rows, device = ids.numel(), hidden.device
-    between = torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32
-    pdl = config.pdl and config.launch != "direct"
-    after: dict[str, Any] = {"launch_pdl": True} if pdl else {}  # no other backend knows the option
-    direct, split = config.launch == "direct", config.launch == "split"
-
-    biased = (w13.bias is not None, w2.bias is not None)
-    constexprs = constants(spec, config, values2.dtype, width, inner, biased)
-    groups = constexprs["GROUPS"]
-    done_in_up = split and fmt is not None and spec.requantize == "token"
-    bound = top_k if direct else max_row_tiles(rows, num_experts, config.block_m)
-    out = torch.empty((num_tokens, width), dtype=hidden.dtype, device=device)
-    h = torch.empty((rows, inner), dtype=between, device=device)
-    hq = h
-    if fmt is not None and done_in_up:  # in place, so that it takes no memory
-        hq = h.view(torch.uint8)[:, :inner].view(fmt.dtype)
-    y = out if top_k == 1 else torch.empty((rows, width), dtype=between, device=device)
-    size = HEAD + bound * (TILE_FIELDS.value + 1) + rows * (1 + groups)
-    if direct:
-        workspace = counters(device, size + triton.cdiv(width, config.down_n))
-        x, scales_x = hidden, h
+    call = Call(hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, config)
+    if config.launch == "direct":
+        call.products(BOTH)
+        return call.out
+    call.prepare()
+    if config.launch == "queue":
+        call.products(BOTH)
     else:
-        workspace = torch.empty(size, dtype=torch.int32, device=device)
-        x, scales_x = hidden, h
-        if fmt is not None:
-            x = torch.empty((num_tokens, width), dtype=fmt.dtype, device=device)
-            scales_x = torch.empty(num_tokens, dtype=torch.float32, device=device)
-        prepare(ids, hidden, x, scales_x, out, workspace, num_experts, config.block_m, fmt, spec.clip, groups, pdl)
+        call.products(UP)
+        if config.launch == "split":
+            call.products(DOWN)
+        else:
+            call.down_by_gmm()
+    if call.y is not call.out:
+        call.combine()
+    return call.out
 
-    tma = config.tma and values13.data_ptr() % 16 == 0 and values2.data_ptr() % 16 == 0
-    operands: dict[str, Any] = {"w13": values13, "w2": values2, "hq": hq}
-    if tma:
-        across = 2 if spec.gate_up == "interleaved" else 1
-        view13 = values13.view(-1, across * width)
-        operands["w13"] = TensorDescriptor.from_tensor(view13, [config.up_n, config.up_k])
-        operands["w2"] = TensorDescriptor.from_tensor(values2.view(-1, inner), [config.down_n, config.down_k])
-    gpu = describe(device)
-    grid = (config.programs or gpu.sms * config.programs_per_sm,)
-    for phase in (UP, DOWN) if split else (BOTH,):
-        requantize = "none" if fmt is None else spec.requantize
-        if done_in_up and phase == DOWN:
+
+class Call:
+    """One call's arguments as kernels want them, its scratch memory, and its launches."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        w13: Weights,
+        w2: Weights,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        spec: LayerSpec,
+        scales_h: Tensor | None,
+        config: LayerConfig,
+    ) -> None:
+        self.w13, self.w2, self.spec, self.scales_h, self.config = w13, w2, spec, scales_h, config
+        self.values13, self.values2 = (w.operands[0].contiguous() for w in (w13, w2))
+        self.hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+        self.ids, self.weights = topk_ids.contiguous(), topk_weights.contiguous()
+        self.E, self.H, self.I = self.values2.shape
+        (self.T, self.A), self.R = topk_ids.shape, topk_ids.numel()
+        self.fmt = format_of(self.values2.dtype)
+        self.device, self.gpu = hidden.device, describe(hidden.device)
+        biased = (w13.bias is not None, w2.bias is not None)
+        self.constexprs = constants(spec, config, self.values2.dtype, self.H, self.I, biased, self.gpu)
+        self.direct, self.by_gmm = config.launch == "direct", config.launch == "gmm"
+        # The last gate/up tile of a row block quantises the block's rows, where the down tiles are another launch's.
+        self.done_in_up = config.launch in ("split", "gmm") and self.fmt is not None and spec.requantize == "token"
+        self.pdl = config.pdl and not self.direct
+        self.after: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}  # no other backend knows the option
+        self.tma = config.tma and self.values13.data_ptr() % 16 == 0 and self.values2.data_ptr() % 16 == 0
+        self._allocate()
+
+    def _allocate(self) -> None:
+        between = torch.bfloat16 if self.hidden.dtype == torch.bfloat16 else torch.float32
+        self.out = self.hidden.new_empty((self.T, self.H))
+        self.h = self._empty(self.R, self.I, dtype=between)
+        self.hq = self.scales_hq = self.h
+        if self.fmt is not None and self.done_in_up:  # in place, so that it takes no memory
+            self.hq = self.h.view(torch.uint8)[:, : self.I].view(self.fmt.dtype)
+            self.scales_hq = self._empty(self.R, dtype=torch.float32)
+        # With one expert per token the down tiles write the result.
+        self.y = self.out if self.A == 1 and not self.by_gmm else self._empty(self.R, self.H, dtype=between)
+        self.bound = self.A if self.direct else max_row_tiles(self.R, self.E, self.config.block_m)
+        size = HEAD + self.bound * (TILE_FIELDS.value + 1) + self.R * (1 + self.constexprs["GROUPS"])
+        self.x, self.scales_x = self.hidden, self.h
+        if self.direct:
+            self.workspace = counters(self.device, size + triton.cdiv(self.H, self.config.down_n))
+            return
+        tables = self._empty(
+            size + (self.R + self.E + 1 if self.by_gmm or self.config.gather else 0), dtype=torch.int32
+        )
+        self.workspace, self.inverse, self.offsets = tables, tables[size : size + self.R], tables[size + self.R :]
+        if self.fmt is not None:
+            given = self.R if self.config.gather else self.T
+            self.x = self._empty(given, self.H, dtype=self.fmt.dtype)
+            self.scales_x = self._empty(given, dtype=torch.float32)
+
+    def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=self.device)
+
+    def prepare(self) -> None:
+        gate = counters(self.device, 2) if self.config.gather else None
+        prepare(
+            self.ids, self.hidden, self.x, self.scales_x, self.out, self.workspace, gate, self.E, self.config.block_m,
+            self.fmt, self.spec.clip, self.constexprs["GROUPS"], self.by_gmm, self.pdl,
+        )  # fmt: skip
+
+    def products(self, phase: tl.constexpr) -> None:
+        """Launch the layer's kernel for both products, or for one of them."""
+        config, spec = self.config, self.spec
+        x: Any = self.x
+        w13: Any = self.values13
+        w2: Any = self.values2
+        hq: Any = self.hq
+        requantize = "none" if self.fmt is None else spec.requantize
+        if self.done_in_up and phase == DOWN:
             requantize = "done"
-            if tma:
-                operands["hq"] = TensorDescriptor.from_tensor(hq, [config.block_m, config.down_k])
-        moe_layer_kernel[grid](
-            x,
-            scales_x,
-            operands["w13"],
-            w13.scales,
-            w13.bias,
-            operands["w2"],
-            values2,
-            w2.scales,
-            w2.bias,
-            scales_h,
-            h,
-            operands["hq"],
-            y,
-            out,
-            ids,
-            weights,
-            workspace,
-            rows,
-            bound,
-            num_experts,
-            width,
-            inner,
-            x.stride(0),
-            hq.stride(0),
-            math.inf if spec.clip is None else spec.clip,
-            spec.slope,
-            spec.bound or 0.0,
+        if self.tma:
+            across = 2 if spec.gate_up == "interleaved" else 1
+            w13 = TensorDescriptor.from_tensor(w13.view(-1, across * self.H), [config.up_n, config.up_k])
+            w2 = TensorDescriptor.from_tensor(w2.view(-1, self.I), [config.down_n, config.down_k])
+            if config.gather:
+                x = TensorDescriptor.from_tensor(x, [config.block_m, config.up_k])
+            if requantize == "done":
+                hq = TensorDescriptor.from_tensor(hq, [config.block_m, config.down_k])
+        moe_layer_kernel[(config.programs or self.gpu.sms * config.programs_per_sm,)](
+            x, self.scales_x, w13, self.values13, self.w13.scales, self.w13.bias, w2, self.values2, self.w2.scales,
+            self.w2.bias, self.scales_h, self.h, hq, self.scales_hq, self.y, self.out, self.ids, self.weights,
+            self.workspace, self.R, self.bound, self.E, self.H, self.I, self.x.stride(0), self.hq.stride(0),
+            math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0,
             PHASE=phase,
-            DIRECT=direct,
-            REQUANTISE=done_in_up and phase == UP,
-            PREFETCH=config.prefetch and gpu.backend == "cuda",
-            PDL=pdl,
-            A=top_k,
-            TMA=tma,
-            **constexprs,
+            GATHERED=config.gather,
+            DIRECT=self.direct,
+            REQUANTISE=self.done_in_up and phase == UP,
+            PREFETCH=config.prefetch and self.device.type == "cuda" and self.gpu.backend == "cuda",
+            PDL=self.pdl,
+            A=self.A,
+            TMA=self.tma,
             REQUANTIZE=requantize,
+            **self.constexprs,
             num_warps=config.num_warps,
             enable_fp_fusion=False,  # the epilogues' roundings are the contract's
-            **after,
-        )
-    if top_k > 1 and not direct:
-        block = min(1024, triton.next_power_of_2(width))
-        combine_kernel[(num_tokens, triton.cdiv(width, block))](
-            y, ids, weights, out, num_experts, width, A=top_k, WEIGHT_ON_INPUT=spec.weight_on_input, PDL=pdl,
-            BLOCK=block, num_warps=4, enable_fp_fusion=False, **after,
+            **self.after,
         )  # fmt: skip
-    return out
+
+    def down_by_gmm(self) -> None:
+        scales = self.scales_hq if self.done_in_up else None
+        grouped_mm(self.y, self.hq, self.values2, scales, self.w2.scales, self.offsets, self.w2.bias)
+
+    def combine(self) -> None:
+        block = min(1024, triton.next_power_of_2(self.H))
+        combine_kernel[(self.T * triton.cdiv(self.H, block),)](
+            self.y, self.inverse, self.ids, self.weights, self.out, self.E, self.H,
+            A=self.A, SORTED=self.by_gmm, WEIGHT_ON_INPUT=self.spec.weight_on_input, PDL=self.pdl, BLOCK=block,
+            num_warps=4, enable_fp_fusion=False, **self.after,
+        )  # fmt: skip
 
 
 def constants(
-    spec: LayerSpec, config: LayerConfig, dtype: torch.dtype, width: int, inner: int, biased: tuple[bool, bool]
+    spec: LayerSpec,
+    config: LayerConfig,
+    dtype: torch.dtype,
+    width: int,
+    inner: int,
+    biased: tuple[bool, bool],
+    gpu: Gpu,
 ) -> dict[str, Any]:
     """The layer kernel's compile-time arguments that all of its launches share."""
     fmt, by_group = format_of(dtype), spec.requantize == "group128"
@@ -158,7 +200,7 @@ def constants(
         "EVEN_K2": inner % config.down_k == 0,
         "TYPE": TYPES[dtype],
         "ACC": tl.int32 if dtype == torch.int8 else tl.float32,
-        "PROMOTE": min(promote_every(dtype), config.up_k, config.down_k),
+        "PROMOTE": min(promote_every(dtype, gpu), config.up_k, config.down_k),
         "QMAX": 0.0 if fmt is None else fmt.qmax,
         "ACTIVATION": spec.activation,
         "LAYOUT": spec.gate_up,

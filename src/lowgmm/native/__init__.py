@@ -242,7 +242,13 @@ def quantize_tokens(x: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
 
 
 def _rows(
-    x: Tensor, q: Tensor | None, scales: Tensor | None, start: Tensor | None, group: int, offset: int, clip: float | None
+    x: Tensor,
+    q: Tensor | None,
+    scales: Tensor | None,
+    start: Tensor | None,
+    group: int,
+    offset: int,
+    clip: float | None,
 ) -> _Quantize:
     """Fill ``q [M, K or more]`` (zeros behind K) and ``start [M, groups]`` from ``x [M, K]`` with unit stride along K.
 

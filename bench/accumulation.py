@@ -1,0 +1,99 @@
+"""What FP8's two ways to add cost: error and time with sums promoted to FP32 every 128 of K, and with `fast_accum`.
+
+    python bench/accumulation.py --output bench/results/accumulation_h200.jsonl
+    python bench/accumulation.py --render bench/results/accumulation_h200.jsonl
+
+The error is relative to the fp64 product of the same FP8 operands (Frobenius norm; and the worst element over the
+largest value), so it is the kernel's alone. The two take turns. Needs a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import CUDA, Lines, Loaded, median_us, read_lines, rendered, require_gpu
+from torch import Tensor
+
+import lowgmm
+from lowgmm import timing
+from lowgmm.workloads import GMM_CASES, even
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "accumulation.md"
+CASES = [
+    *(even(f"K={k}", 4, 512, k, 256) for k in (256, 1024, 4096, 16384)),
+    *(GMM_CASES[n] for n in ("qwen3-gate-up-512", "deepseek-v3-down-256", "deepseek-v3-gate-up-1024")),
+]
+
+
+def measure(args: argparse.Namespace) -> None:
+    require_gpu()
+    out = Lines(args.output)
+    for case in CASES:
+        loaded = Loaded(case, "fp8")
+
+        def call(o: Any, fast: bool, offsets: Tensor = loaded.offsets) -> Tensor:
+            return lowgmm.gmm(o.x, o.weights, o.scales_x, expert_offsets=offsets, fast_accum=fast)
+
+        def errors(fast: bool, loaded: Loaded = loaded) -> dict[str, float]:
+            o, exact = loaded.sets[0], loaded.exact
+            y = lowgmm.gmm(
+                o.x, o.weights, o.scales_x, expert_offsets=loaded.offsets, fast_accum=fast, out_dtype=torch.float32
+            )
+            off = y.double() - exact
+            return {"error": float(off.norm() / exact.norm()), "worst": float(off.abs().max() / exact.abs().max())}
+
+        found = {fast: errors(fast) for fast in (False, True)}
+
+        def check(_: int, y: Tensor, fast: bool, exact: Tensor = loaded.exact, found: dict[bool, Any] = found) -> None:
+            error = float((y.double() - exact).norm() / exact.norm())
+            assert error < 2 * found[fast]["error"] + 2.0**-8, f"error {error:.2e} with fast_accum={fast}"
+
+        rivals = [
+            timing.Rival(str(fast), [partial(call, o, fast) for o in loaded.sets], partial(check, fast=fast))
+            for fast in (False, True)
+        ]
+        for fast, t in zip(
+            (False, True), timing.interleave(rivals, CUDA, rounds=15, seconds=args.seconds), strict=True
+        ):
+            line = out.add(case=case.name, K=case.K, fast_accum=fast, **found[fast], **median_us(t))
+            print(f"{case.name:26} fast_accum={fast!s:5} {line['us']:8.1f} µs, error {line['error']:.2e}", flush=True)
+        torch.cuda.empty_cache()
+
+
+def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    env = head["environment"]
+    out = [
+        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:12]}, "
+        f"`bench/results/{name}`.",
+        "",
+        "| case | K | error promoted | error fast | worst element promoted | worst fast | µs promoted | µs fast |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for slow, fast in zip(lines[::2], lines[1::2], strict=True):
+        assert slow["case"] == fast["case"]
+        errors = [f"{ln[key]:.1e}" for key in ("error", "worst") for ln in (slow, fast)]
+        out.append(f"| {slow['case']} | {slow['K']} | {' | '.join(errors)} | {slow['us']:.1f} | {fast['us']:.1f} |")
+    return "\n".join(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSONL file to write")
+    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser.add_argument("--seconds", type=float, default=1.0, help="of timing per case (1)")
+    args = parser.parse_args()
+    if args.render is None:
+        measure(args)
+        return
+    part = render(args.render.name, *read_lines(args.render))
+    DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8"), part, Path(__file__).name), encoding="utf-8")
+    print(f"wrote {DOCUMENT}")
+
+
+if __name__ == "__main__":
+    main()

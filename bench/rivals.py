@@ -1,0 +1,134 @@
+"""Our grouped matmul beside other libraries', in one run: the harness's results as data, and docs/rivals.md from them.
+
+    python bench/rivals.py peers.json --environment sweep.jsonl --output bench/results/rivals_h200.jsonl
+    python bench/rivals.py --render bench/results
+
+The harness itself is outside this repository (bench/peers_adapter.py tells it how to call us). It checks every output
+before it times it: replays of a CUDA graph over rotating weight sets, `us` sustained (from 80 to 200 ms of work),
+`us_burst` the first 15 ms after a pause, where the two differ because the GPU runs into its power limit.
+`--environment` is any result file of the same machine and commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from common import read_lines, rendered, write_lines
+
+from lowgmm.workloads import GMM_CASES
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "rivals.md"
+FILES = {"rivals_h200.jsonl": True, "rivals_8bit_h200.jsonl": False}
+"""Result files in the document, and whether bf16 rivals were among them."""
+OURS = "lowgmm"
+EIGHT_BIT = ("int8", "fp8", "fp8blk", "dg")
+"""What the harness calls operands of 8 bits: per channel, in blocks of 128, and DeepGEMM's."""
+NAMES = dict(
+    zip(
+        (
+            *("S1 seed dec", "S2 E32 64", "S3 skew", "S4 16", "S4 128", "S5 mixtral pre"),
+            *(f"S6 qwen {part} {rows}" for part in ("up", "down") for rows in (4, 64, 512)),
+            *(f"S7 dsv3 {part} {rows}" for part in ("up", "down") for rows in (4, 32, 256, 1024)),
+            "S8 gptoss 16",
+        ),
+        GMM_CASES,
+        strict=True,
+    )
+)
+"""The harness's names of our cases."""
+VERSIONS = ("torch", "triton", "cuda", "vllm", "deep_gemm", "date")
+
+
+def convert(data: dict[str, Any], environment: dict[str, Any]) -> list[dict[str, Any]]:
+    """The harness's grouped matmuls, a line per rival and case; raw accumulators without scales are no rival."""
+    found = [r for r in data["results"] if r["kind"] == "gemm" and "raw" not in r["peer"]]
+    if unknown := {r["case"] for r in found} - set(NAMES):
+        raise SystemExit(f"not one of our cases: {', '.join(sorted(unknown))}")
+    versions = {name: data["meta"][name] for name in VERSIONS if name in data["meta"]}
+    lines: list[dict[str, Any]] = [{"environment": environment, "rivals": versions, "failures": data["errors"]}]
+    for r in found:
+        case = GMM_CASES[NAMES[r["case"]]]
+        assert (r["E"], r["M"], r["N"], r["K"]) == (case.E, case.M, case.N, case.K), f"{r['case']} is not {case.name}"
+        line = {"case": case.name, "rival": r["peer"].removeprefix("ours "), "format": r["dt"]}
+        times = {"us": round(r["us"], 2), "us_burst": round(r.get("us_burst") or r["us"], 2)}
+        lines.append({**line, **times, "tflops": round(r["tflops"], 1), "relative_error": r["err"]})
+    return lines
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+COLUMNS = ((("int8", "fp8"), EIGHT_BIT), (("bf16",), ("bf16",)))
+"""Ours, and the rivals that they are held against."""
+
+
+def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]], with_bf16: bool) -> str:
+    """A run's table, and its means."""
+    env, versions = head["environment"], head["rivals"]
+    out = [
+        f"{env['device_name']}, torch {versions['torch']}, Triton {versions['triton']}, vLLM {versions['vllm']}, "
+        f"DeepGEMM {versions['deep_gemm']}, commit {env['commit'][:12]}, "
+        f"`bench/results/{name}`. µs sustained; × is the rival's time by ours, sustained / burst.",
+        "",
+        "| case | fastest 8-bit rival | INT8 | FP8 |" + (" fastest bf16 rival | bf16 |" if with_bf16 else ""),
+        "|---|---|---|---|" + ("---|---|" if with_bf16 else ""),
+    ]
+    ratios: dict[str, list[float]] = {}
+    for case in (c for c in GMM_CASES if any(ln["case"] == c for ln in lines)):
+        of_case = [ln for ln in lines if ln["case"] == case]
+        ours = {ln["format"]: ln for ln in of_case if ln["rival"].startswith(OURS)}
+        rivals = [ln for ln in of_case if not ln["rival"].startswith(OURS)]
+        cells = [case]
+        for formats, theirs in COLUMNS if with_bf16 else COLUMNS[:1]:
+            of_type = [ln for ln in rivals if ln["format"] in theirs]
+            best = min(of_type, key=lambda ln: ln["us"])
+            burst = min(ln["us_burst"] for ln in of_type)
+            cells.append(f"{best['us']:.1f} {best['rival']}")
+            for format in formats:
+                mine = ours[format]
+                pair = (best["us"] / mine["us"], burst / mine["us_burst"])
+                cells.append(f"{mine['us']:.1f} ({pair[0]:.2f}× / {pair[1]:.2f}×)")
+                for key, value in zip((format, f"{format}, burst"), pair, strict=True):
+                    ratios.setdefault(key, []).append(value)
+        own_type = min(ln["us"] for ln in rivals if ln["format"] == "int8")
+        ratios.setdefault("int8 against INT8 rivals only", []).append(own_type / ours["int8"]["us"])
+        out.append(f"| {' | '.join(cells)} |")
+    out += ["", "| ours, against the fastest rival of each case | geometric mean | least |", "|---|---|---|"]
+    out += [f"| {key} | {geomean(v):.3f}× | {min(v):.3f}× |" for key, v in ratios.items()]
+    return "\n".join(out)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("results", type=Path, nargs="?", help="JSON that the harness wrote")
+    parser.add_argument("--environment", type=Path, metavar="FILE", help="a JSONL file of ours from the same machine")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="JSONL file to write")
+    parser.add_argument("--render", type=Path, metavar="FOLDER", help=f"write {DOCUMENT.name} from the files there")
+    args = parser.parse_args()
+    if args.render is None:
+        if not (args.results and args.environment and args.output):
+            parser.error("give RESULTS, --environment and --output, or --render")
+        data = json.loads(args.results.read_text(encoding="utf-8"))
+        write_lines(args.output, convert(data, read_lines(args.environment)[0]["environment"]))
+        return
+    DOCUMENT.write_text(document(args.render), encoding="utf-8")
+    print(f"wrote {DOCUMENT}")
+
+
+def document(folder: Path) -> str:
+    """The text of docs/rivals.md, with its tables from the files in ``folder``."""
+    text = DOCUMENT.read_text(encoding="utf-8")
+    for name, with_bf16 in FILES.items():
+        part = render(name, *read_lines(folder / name), with_bf16)
+        text = rendered(text, part, f"rivals.py from {name}")
+    return text
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The registered operators of expert layers: the layer itself, and routing; in the library of ``ops.py``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+
+from lowgmm import ops
+from lowgmm.layer import LayerSpec, Weights
+from lowgmm.ops import TAGS, check_interpreter, library, on_device, register
+from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem, pick, supports
+from lowgmm.routing import Router, check_router, check_routing, route, select_experts
+from lowgmm.shapes import UnsupportedError
+from lowgmm.validate import check_impl, check_moe
+
+library.define(
+    "moe_ffn(Tensor hidden, Tensor[] w13, Tensor? scales_w13, Tensor? bias_w13, Tensor[] w2, Tensor? scales_w2, "
+    "Tensor? bias_w2, Tensor topk_ids, Tensor topk_weights, Tensor? scales_h, str activation, str gate_up, "
+    "float? alpha, float? limit, bool weight_on_input, str requantize, float? clip, str impl, str? config) -> Tensor",
+    tags=TAGS,
+)
+library.define("route(Tensor topk_ids, int num_experts, str impl) -> (Tensor, Tensor, Tensor)", tags=TAGS)
+library.define(
+    "select_experts(Tensor logits, Tensor? bias, int top_k, str scoring, bool renormalize, int num_groups, "
+    "int topk_groups, float scale, str impl) -> (Tensor, Tensor)",
+    tags=TAGS,
+)
+
+
+# moe_ffn, its own fake too
+
+
+def _moe_ffn(
+    hidden: Tensor,
+    w13: list[Tensor],
+    scales_w13: Tensor | None,
+    bias_w13: Tensor | None,
+    w2: list[Tensor],
+    scales_w2: Tensor | None,
+    bias_w2: Tensor | None,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    scales_h: Tensor | None,
+    activation: str,
+    gate_up: str,
+    alpha: float | None,
+    limit: float | None,
+    weight_on_input: bool,
+    requantize: str,
+    clip: float | None,
+    impl: str,
+    config: str | None,
+) -> Tensor:
+    spec = LayerSpec(activation, gate_up, alpha, limit, weight_on_input, requantize, clip)
+    up, down = Weights(w13, scales_w13, bias_w13), Weights(w2, scales_w2, bias_w2)
+    sizes = check_moe(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
+    if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
+        return hidden.new_zeros(hidden.shape)
+    up, down = (
+        Weights(
+            w.operands,
+            ops.flat_scales(w.scales, w.operands[0].shape[:2]),
+            None if w.bias is None else w.bias.contiguous(),
+        )
+        for w in (up, down)
+    )
+    scales_h = None if scales_h is None else scales_h.float().contiguous()
+    arguments = (hidden, up, down, topk_ids, topk_weights, spec, scales_h)
+    if impl == "auto":
+        impl = "triton" if hidden.device.type != "cpu" else "cpu"
+    if config is not None and impl != "triton":
+        raise UnsupportedError(f"moe_ffn: config chooses GPU kernels, but the {impl} backend runs here; leave it out.")
+    if impl == "cpu":
+        from lowgmm import cpu
+
+        return cpu.moe_ffn(*arguments)
+    if impl == "triton" and (plan := _layer_config(*arguments, config)) is not None:
+        from lowgmm.kernels.run_layer import moe_ffn
+
+        with on_device(hidden.device):
+            return moe_ffn(*arguments, plan)
+    from lowgmm import compose
+
+    def gmm(
+        x: Tensor,
+        weights: list[Tensor],
+        scales_x: Tensor | None,
+        scales_w: Tensor | None,
+        offsets: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        return ops.gmm(x, weights, scales_x, scales_w, offsets, bias, None, impl, None, dtype)
+
+    return compose.moe_ffn(
+        *arguments, gmm, lambda x, fmt, clip: torch.ops.lowgmm.quantize_tokens(x, fmt.name, clip, impl)
+    )
+
+
+def _layer_config(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+    config: str | None,
+) -> LayerConfig | None:
+    """How the layer's kernels run this call; None if it runs as a sequence of operations."""
+    from lowgmm.gpu import describe
+
+    check_interpreter("moe_ffn", hidden.device)
+    (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
+    (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
+    problem = LayerProblem(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up)
+    why = "w13 and w2 are of different dtypes." if w13.operands[0].dtype != dtype else None
+    if config is None:
+        return pick(problem, gpu) if why is None else None
+    forced = LayerConfig.parse(config)
+    why = why or supports(problem, forced, gpu)
+    if why is not None:
+        raise UnsupportedError(f"moe_ffn: config {config} cannot run here: {why}")
+    return forced
+
+
+# routing
+
+
+def _route(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_impl("route", impl)
+    check_routing(topk_ids, num_experts)
+    if impl == "reference" or (impl == "auto" and topk_ids.device.type == "cpu") or num_experts > MAX_BINS:
+        r = route(topk_ids, num_experts)
+        return r.order, r.inverse, r.offsets
+    check_interpreter("route", topk_ids.device)
+    from lowgmm.kernels.route import sort
+
+    with on_device(topk_ids.device):
+        return sort(topk_ids, num_experts)
+
+
+def _route_fake(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
+    check_impl("route", impl)
+    check_routing(topk_ids, num_experts)
+    rows = topk_ids.shape[0] * topk_ids.shape[1]
+    order, inverse = (topk_ids.new_empty(rows, dtype=torch.int64) for _ in range(2))
+    return order, inverse, topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
+
+
+def _select_experts(
+    logits: Tensor,
+    bias: Tensor | None,
+    top_k: int,
+    scoring: str,
+    renormalize: bool,
+    num_groups: int,
+    topk_groups: int,
+    scale: float,
+    impl: str,
+) -> tuple[Tensor, Tensor]:
+    check_impl("route", impl)
+    router = Router(top_k, scoring, renormalize, num_groups, topk_groups, scale)
+    check_router(logits, router, bias)
+    if isinstance(logits, FakeTensor):
+        shape = (logits.shape[0], top_k)
+        return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
+    if impl == "reference" or (impl == "auto" and logits.device.type == "cpu"):
+        return select_experts(logits, router, bias)
+    check_interpreter("route", logits.device)
+    from lowgmm.kernels import route as kernels
+
+    with on_device(logits.device):
+        return kernels.select_experts(logits, router, bias)
+
+
+def moe_ffn(*arguments: Any) -> Tensor:
+    """``torch.ops.lowgmm.moe_ffn``; without the dispatcher where that would only call :func:`_moe_ffn`."""
+    if ops.plain(*(t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor))):
+        return _moe_ffn(*arguments)
+    result: Tensor = torch.ops.lowgmm.moe_ffn(*arguments)
+    return result
+
+
+register("moe_ffn", _moe_ffn, _moe_ffn)
+register("route", _route, _route_fake)
+register("select_experts", _select_experts, _select_experts)

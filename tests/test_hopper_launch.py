@@ -1,0 +1,44 @@
+"""What ``hopper_mm`` hands to its kernel; the kernel itself needs a Hopper GPU (``test_hopper.py``)."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+
+from lowgmm.testing import make_operands
+from lowgmm.tune import TileConfig
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+
+def test_the_launch_names_every_parameter_once_and_its_key_can_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowgmm.kernels import hopper
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper, "_launch", lambda *arguments, **options: seen.append(arguments))
+    config = TileConfig.parse("64x128x128-swap-tma-ws-queue1-4w4s")
+    ticket = torch.zeros(1, dtype=torch.int32)
+    keys = set()
+    for dtype in ("int8", "fp8", "bfloat16"):
+        o = make_operands([5, 0, 200], 96, 128, dtype)
+        y = torch.empty(205, 96, dtype=torch.bfloat16)
+        for promote in (0, 128):
+            hopper.hopper_mm(y, o.x, o.w, o.scales_x, o.scales_w, o.offsets, None, ticket, config, 132, promote)
+            programs, key, _, arguments = seen[-1]
+            keys.add(key)  # hashable
+            assert len(arguments) == len(hopper.hopper_kernel.arg_names)
+            given = dict(zip(hopper.hopper_kernel.arg_names, arguments, strict=True))
+            assert (given["M"], given["E"], given["N"], given["K"], given["stride_ym"]) == (205, 3, 96, 128, 96)
+            assert (given["BM"], given["BN"], given["BK"], given["STAGES"]) == (64, 128, 128, 4)
+            assert (given["INT"], given["PROMOTE"]) == (dtype == "int8", promote > 0)
+            assert given["SCALED_X"] == given["SCALED_W"] == (o.scales_x is not None)
+            assert (given["x"].block_shape, given["w"].block_shape) == ([64, 128], [64, 128])
+            assert (given["x"].shape, given["w"].shape) == ([205, 128], [288, 128])
+            assert (
+                programs == 3 + 4
+            )  # ⌊205 / 64⌋ full row tiles, a partial one per group (rows behind the last too), one column
+    assert len(keys) == 6
