@@ -21,10 +21,10 @@ SHARE_BASE := import sys; print("import site; list(map(site.addsitedir, %r))" \
 KEEP := import importlib.metadata as m; \
 	print(*{f"{d.name}=={d.version}" for d in m.distributions() if d.name in ("torch", "triton")}, sep="\n")
 
-.PHONY: help demo test lint types unit bench size clean
+.PHONY: help demo test lint types unit bench bench-cpu size clean
 
 help: ## list the commands
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "%-8s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "%-11s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(VENV)/.demo ## set up, then run the main job: a real MoE model with its experts in INT8 and FP8
 	$(VENV)/bin/lowgmm demo $(DEMO_ARGS)
@@ -43,6 +43,10 @@ unit: $(VENV)/.dev ## pytest; PYTEST_ARGS="-k routing -x" narrows it
 
 bench: $(VENV)/.demo ## on a GPU: time every case in every format, and plot; BENCH_ARGS="--cases gpt-oss-16 --limit 60"
 	$(PY) bench/gmm.py --output bench/results/gmm.jsonl $(BENCH_ARGS)
+
+bench-cpu: $(VENV)/.demo ## on a CPU: expert layers beside torch, oneDNN and ggml; BENCH_ARGS="--ggml SOURCE BUILD"
+	$(PY) bench/cpu_layer.py --output bench/results/cpu_layer.jsonl $(BENCH_ARGS)
+	$(PY) bench/plot_cpu.py bench/results/cpu_layer.jsonl bench/results/cpu_layer.svg
 
 size: ## lines of each file, longest first
 	@find src tests bench examples -name '*.py' 2>/dev/null | xargs wc -l | sort -rn
@@ -73,13 +77,13 @@ $(VENV)/.torch: requirements/torch.txt
 	$(PIP) install --constraint $(VENV)/keep.txt 'setuptools>=77'
 	@touch $@
 
-$(VENV)/.demo: $(VENV)/.torch pyproject.toml src/lowgmm/native/int8_gmm.c
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml $(wildcard src/lowgmm/native/*.[ch])
 	@echo "== installing lowgmm and what its demo needs"
 	$(INSTALL) -e '.[demo]'
 	@touch $@
 
 # CPU builds of torch bring no Triton; the tests then take the pinned one. A Triton that is already there stays.
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml src/lowgmm/native/int8_gmm.c
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml $(wildcard src/lowgmm/native/*.[ch])
 	@echo "== installing lowgmm and its development tools"
 	@extras=dev; $(PY) -c 'import triton' 2>/dev/null || extras=dev,interpreter; \
 		echo "$(INSTALL) -e .[$$extras]"; $(INSTALL) -e ".[$$extras]"

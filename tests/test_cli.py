@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowgmm import cli, demo, evaluate, gpu, roofline, speed, timing, tune
+from lowgmm import cli, demo, evaluate, gpu, native, roofline, speed, timing, tune
 
 pytest.importorskip("transformers")
 
@@ -263,3 +263,24 @@ def test_tf32_is_off_inside_and_restored():
         assert torch.backends.cuda.matmul.allow_tf32 is True
     finally:
         torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def test_info(capsys):
+    """Versions, threads, and what multiplies on this CPU."""
+    assert cli.main(["info"]) == 0
+    out = capsys.readouterr().out
+    assert torch.__version__ in out
+    chosen = native.library()
+    assert ("oneDNN" if chosen is None else f"native {chosen.name} loops") in out
+
+
+def test_info_says_why_the_native_code_does_not_run(capsys, monkeypatch):
+    native._choose.cache_clear()
+    native.library.cache_clear()
+    monkeypatch.setenv("LOWGMM_NATIVE", "0")
+    try:
+        assert cli.main(["info"]) == 0
+        assert "oneDNN, one call per expert: native code turned off (LOWGMM_NATIVE=0)" in capsys.readouterr().out
+    finally:
+        native._choose.cache_clear()
+        native.library.cache_clear()

@@ -268,7 +268,7 @@ def test_packing_keeps_the_weights_and_releases_the_plain_form(generator: torch.
 def test_formats_are_found_by_name_and_dtype() -> None:
     assert [get_format(n) for n in ("int8", "fp8")] == [INT8, FP8] == [format_of(f.dtype) for f in (INT8, FP8)]
     assert format_of(torch.bfloat16) is None
-    assert all(f.bytes == f.dtype.itemsize for f in FORMATS.values())
+    assert all(f.bytes == f.dtype.itemsize * (0.5 if f.bits == 4 else 1) for f in FORMATS.values())
 
 
 W = torch.ones(2, 4, 8)
@@ -293,7 +293,11 @@ W = torch.ones(2, 4, 8)
         (lambda: lowgmm.quantize_tokens(W[0], "fp8", NAN), ShapeError, "'clip' is nan"),
         (lambda: QuantTensor(None, W[..., 0], INT8), ShapeError, "exactly one of 'values' and 'packed'"),
         (lambda: QuantTensor(W, W[..., 0], INT8, (W[0],)), ShapeError, "exactly one of 'values' and 'packed'"),
-        (lambda: cpu.pack(lowgmm.quantize(W, "fp8")), UnsupportedError, "packs int8 weights on the CPU, got fp8"),
+        (
+            lambda: cpu.pack(lowgmm.quantize(W, "fp8")),
+            UnsupportedError,
+            "packs int8 and int4 weights on the CPU, got fp8",
+        ),
     ],
 )
 def test_misuse(call: object, error: type[Exception], message: str) -> None:

@@ -35,6 +35,7 @@ def gmm(
     ``offsets[e] <= m < offsets[e + 1]`` of expert e. Rows behind the last expert are exactly zero.
 
     Precision: INT8 products are summed exactly in INT32 over all of K (at most 131 071), then converted once;
+    grouped int4 products are summed so within a group, and the groups' sums, each times its scale, in FP32 in K order.
     FP8 and 16-bit products are summed in FP32, on Hopper with FP8 partial sums promoted to FP32 every 128 of K. The two
     scales are applied in the order above, in FP32.
 
@@ -43,9 +44,8 @@ def gmm(
         multiplied as
             it is when the weights are of the same dtype, quantised per token by this call when the weights are
             quantised.
-        weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`,
-        which
-            brings its ``scales_w``.
+        weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`
+            of any format, which brings its ``scales_w``. int4 weights take int8 input; on the CPU only so far.
         scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
         scales_w: [E, N] (or [E, N, 1]) float scale per output channel; None means 1.
         expert_offsets: [E+1] int32 or int64, ``offsets[0] = 0``, not decreasing, ``offsets[E] <= M``.

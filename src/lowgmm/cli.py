@@ -34,6 +34,7 @@ Low-precision grouped matrix multiplication for mixture-of-experts inference.
   lowgmm demo                     a real MoE model in INT8 and FP8: accuracy against FP32, speed; exit 0 if it holds
   lowgmm explain --format int8    why one grouped matmul takes the time it takes, and what would make it faster
   lowgmm tune --model olmoe-1b-7b measure tile configurations for a model on this GPU, and use the winners from then on
+  lowgmm info                     versions, the GPU, and what multiplies on this CPU and why
 """
 
 DEMO = """\
@@ -71,6 +72,14 @@ in the user's cache directory). Delete the file to forget everything.
   lowgmm tune --model article --dry-run                  what would be tried and what is expected; needs no GPU
 """
 
+INFO = """\
+Say what lowgmm runs on here: versions, threads, the GPU, and for the CPU whether the native code was built, which
+instruction set it chose and why, and what serves in its place.
+
+  lowgmm info
+  LOWGMM_CPU_ISA=avx2 lowgmm info     forces an instruction set; LOWGMM_NATIVE=0 turns the native code off
+"""
+
 TUNE_TOKENS = tuple(1 << i for i in range(14))
 """1 to 8192."""
 
@@ -84,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return UNUSABLE
     try:
-        return {"demo": _demo, "explain": _explain, "tune": _tune}[args.command](args, parser)
+        return {"demo": _demo, "explain": _explain, "tune": _tune, "info": _info}[args.command](args, parser)
     except (ShapeError, DtypeError, DeviceError, UnsupportedError, ImportError) as error:
         print(f"lowgmm {args.command}: error: {error}", file=sys.stderr)
         return UNUSABLE
@@ -141,6 +150,8 @@ def build_parser() -> argparse.ArgumentParser:
     explain.add_argument(
         "--config", metavar="TILES", help="a tile configuration to judge, for example 64x128x128-swap-grid-4w3s"
     )
+
+    commands.add_parser("info", help="what runs here, and why", description=INFO, formatter_class=raw)
 
     tune = commands.add_parser("tune", help="measure configurations here", description=TUNE, formatter_class=raw)
     what = tune.add_argument_group("what to tune: a model, or one matmul")
@@ -281,6 +292,14 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
     for format in args.format:
         for E, M, N, K in sizes:
             yield Problem(E, M, N, K, FORMATS[format].dtype if format in FORMATS else torch.bfloat16)
+
+
+def _info(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from lowgmm import info
+
+    for name, value in info.collect().items():
+        print(f"{name:<14} {value}")
+    return PASSED
 
 
 def _device(name: str, parser: argparse.ArgumentParser) -> torch.device:

@@ -37,7 +37,7 @@ def moe_ffn(
     has_expert = (topk_ids >= 0) & (topk_ids < num_experts)
     weights = topk_weights.float().where(has_expert, 0.0)
 
-    rows, fmt = routing.tokens, format_of(w13.operands[0].dtype)
+    rows, fmt = routing.tokens, _activations(w13)
     if fmt is None:
         x, scales = hidden[rows], None
     else:
@@ -72,7 +72,7 @@ def _down(
     quantize_tokens: Quantize,
 ) -> Tensor:
     """The second product; h [R, I] is quantised as the spec says where ``w2`` is."""
-    fmt = format_of(w2.operands[0].dtype)
+    fmt = _activations(w2)
     if fmt is None:
         if w2.operands[0].dtype == torch.float16:
             return _down_fp16(h, w2, offsets, out_dtype, gmm)
@@ -97,6 +97,12 @@ def _down(
             hq, operands = whole, w2.operands
         total += gmm(hq, operands, scales, w2.scales, offsets, w2.bias if start == 0 else None, torch.float32)
     return total.to(out_dtype)
+
+
+def _activations(w: Weights) -> QuantFormat | None:
+    """The format of the activations that ``w`` is multiplied by."""
+    fmt = format_of(w.operands[0].dtype)
+    return None if fmt is None else fmt.activations
 
 
 def _down_fp16(h: Tensor, w2: Weights, offsets: Tensor, out_dtype: torch.dtype, gmm: Gmm) -> Tensor:

@@ -1,7 +1,7 @@
-"""The CPU backend: one native call for packed INT8 weights, torch's own matrix products expert by expert for the rest.
+"""The CPU backend: one native call for packed INT8 and INT4 weights, torch's matrix products by expert for the rest.
 
-Packed INT8 runs in ``native/int8_gmm.c`` where that was built and the CPU has AVX512-VNNI, else in oneDNN with
-*unsigned* activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of 0.7 ms for a 4096²
+Packed weights run in ``native/`` where that was built for this CPU. Else INT8 runs in oneDNN with *unsigned*
+activations: without AMX, signed ones take oneDNN's reference path (67 ms instead of 0.7 ms for a 4096²
 product, torch 2.13). So activations are stored as x + 128 with zero point 128, which oneDNN corrects for exactly. FP8
 has no CPU instruction to run on: its weights are widened to FP32 one expert at a time, which is slow.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowgmm import compose, native
-from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, format_of
+from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, format_of, group_size, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import UnsupportedError
@@ -31,7 +31,9 @@ QUANTIZE_ROWS = 64
 
 
 def pack(q: QuantTensor) -> QuantTensor:
-    """INT8 weights in the form that this CPU multiplies fastest; the result does not keep ``q.values`` alive.
+    """INT8 or INT4 weights in the form that this CPU multiplies fastest; the result does not keep ``q.values`` alive.
+
+    Without the native code INT4 weights stay as they are.
 
     >>> import torch
     >>> from lowgmm import quantize
@@ -41,28 +43,32 @@ def pack(q: QuantTensor) -> QuantTensor:
     """
     if q.values is None:
         return q
-    if q.format is not INT8 or q.device.type != "cpu":
+    if q.format.activations is not INT8 or q.device.type != "cpu":
         raise UnsupportedError(
-            f"pack: the CPU backend packs int8 weights on the CPU, got {q.format.name} on {q.device}."
+            f"pack: the CPU backend packs int8 and int4 weights on the CPU, got {q.format.name} on {q.device}."
         )
-    stand_in = q.values.new_empty(1).expand(q.values.shape)
+    stand_in, scales = q.values.new_empty(1).expand(q.shape), q.scales
     if native.library() is not None:
-        packed = Packed(stand_in, (native.pack(q.values),), _unpack_native)
-    else:
+        packed = Packed(stand_in, (native.pack(q.values, q.format.bits),), _unpack_native)
+        scales = native.channels_last(scales) if scales.dim() == 3 else scales
+    elif q.format is INT8:
         blocked = tuple(torch.ops.onednn.qlinear_prepack(_dense(w), None) for w in q.values)
         packed = Packed(stand_in, blocked, _unpack_onednn)
-    return QuantTensor(None, q.scales, q.format, packed)
+    else:
+        return q
+    return QuantTensor(None, scales, q.format, packed)
 
 
 def int8_backend() -> str:
     """What multiplies packed INT8 weights on this CPU, in words."""
     if native.library() is not None:
-        return "native AVX512-VNNI loops"
-    return "oneDNN, one call per expert (the native loops were not built, are turned off, or need AVX512-VNNI)"
+        return native.explain()
+    return f"oneDNN, one call per expert: {native.explain()}"
 
 
 def _unpack_native(p: Packed) -> Tensor:
-    return native.unpack(p.parts[0], *p.stand_in.shape[1:])
+    _, N, K = p.stand_in.shape
+    return native.unpack(p.parts[0], N, K, 8 if p.stand_in.dtype == torch.int8 else 4)
 
 
 def _unpack_onednn(p: Packed) -> Tensor:
@@ -88,6 +94,9 @@ def gmm(
 ) -> None:
     """Fill ``out [M, N]``. ``weights`` are a QuantTensor's operands, or [w [E, N, K]]; a float ``x`` is quantised if
     they are."""
+    if _is_native(weights):
+        native.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
+        return
     bounds: list[int] = offsets.tolist()
     if bounds[-1] < x.shape[0]:
         out[bounds[-1] :].zero_()
@@ -95,17 +104,17 @@ def gmm(
     if len(weights) > 1 and weights[1].is_mkldnn:
         _gmm_onednn(out, x, weights[1:], scales_x, scales_w, groups, bias, clip)
         return
-    if len(weights) > 1:
-        native.gmm(out, x, weights[1], scales_x, scales_w, offsets, bias, clip)
-        return
-    w = weights[0]
+    w = weights[-1]
     fmt = format_of(w.dtype)
     if fmt is not None and x.dtype.is_floating_point and x.dtype != w.dtype:
-        x, scales_x = quantize_tokens(x, fmt, clip)
+        x, scales_x = quantize_tokens(x, fmt.activations, clip)
     for e, a, b in groups:
-        y = _product(x[a:b], w[e], out.dtype)
-        if scales_w is not None:
-            y = y.float().mul_(scales_w[e])
+        matrix = unpack_nibbles(w[e]) if fmt is not None and fmt.bits == 4 else w[e]
+        if scales_w is not None and scales_w.dim() == 3:
+            y = _grouped_product(x[a:b], matrix, scales_w[e])
+        else:
+            y = _product(x[a:b], matrix, out.dtype)
+            y = y if scales_w is None else y.float().mul_(scales_w[e])
         if scales_x is not None:
             y = y.float().mul_(scales_x[a:b, None])
         if bias is not None:
@@ -123,6 +132,9 @@ def moe_ffn(
     scales_h: Tensor | None,
 ) -> Tensor:
     """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments."""
+    plain = spec.gate_up == "concatenated" and not spec.weight_on_input and spec.requantize == "token"
+    if plain and _is_native(w13.operands) and _is_native(w2.operands):
+        return native.moe_ffn(hidden, w13, w2, topk_ids, topk_weights, spec)
 
     def multiply(
         x: Tensor,
@@ -148,6 +160,23 @@ def _product(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:
     if x.dtype == w.dtype == out_dtype:
         return x @ w.T
     return x.float() @ w.float().T
+
+
+def _is_native(operands: list[Tensor]) -> bool:
+    """Packed by :func:`pack` for the native code."""
+    return len(operands) == 2 and operands[1].dim() == 4 and not operands[1].is_mkldnn
+
+
+def _grouped_product(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
+    """``Σ_g (x[:, g] @ w[:, g].T) · scales[:, g]`` for int8 x [m, K], w [N, K]: INT32 in a group, FP32 across groups,
+    in K order."""
+    y, width = None, group_size(x.shape[1], scales.shape[1])
+    for g in range(scales.shape[1]):
+        columns = slice(g * width, (g + 1) * width)
+        part = _int_mm(x[:, columns].contiguous(), w[:, columns].contiguous()).float().mul_(scales[:, g])
+        y = part if y is None else y.add_(part)
+    assert y is not None
+    return y
 
 
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:

@@ -15,29 +15,49 @@ from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError, bind
 class QuantFormat:
     """What defines a quantised format.
 
-    The value of an element is ``values * scale``; weights carry one scale per output channel, activations one per
-    token.
+    The value of an element is ``values * scale``; weights carry one scale per output channel, or one per channel and
+    ``group`` elements along K; activations one per token.
     """
 
     name: str
     """The name that crosses every API and op schema."""
     dtype: torch.dtype
-    """Storage dtype of the values."""
+    """Storage dtype of the values; uint8 for 4-bit ones, of which two share a byte (:func:`pack_nibbles`)."""
     qmax: float
     """The largest magnitude used; scale = absmax / qmax. INT8 leaves -128 out so that the range is symmetric."""
     bits: int
     """Bits of one stored value."""
     exact: bool
-    """True if products accumulate exactly (INT32); False if they accumulate in FP32."""
+    """True if products accumulate exactly (INT32, within a group); False if they accumulate in FP32."""
+    group: int | None = None
+    """Elements along K that share a scale; None: all of K."""
 
     @property
     def bytes(self) -> float:
         return self.bits / 8
 
+    @property
+    def element(self) -> torch.dtype:
+        """dtype of one value by itself (:meth:`QuantTensor.codes`)."""
+        return torch.int8 if self.bits == 4 else self.dtype
+
+    @property
+    def activations(self) -> QuantFormat:
+        """The format of the activations that weights of this format are multiplied by."""
+        return INT8 if self.bits == 4 else self
+
+    def blocks(self, K: int) -> int:
+        """Scales along K."""
+        return 1 if self.group is None else -(-K // self.group)
+
 
 INT8 = QuantFormat("int8", torch.int8, 127.0, 8, exact=True)
 FP8 = QuantFormat("fp8", torch.float8_e4m3fn, 448.0, 8, exact=False)
-FORMATS: dict[str, QuantFormat] = {f.name: f for f in (INT8, FP8)}
+INT4 = QuantFormat("int4", torch.uint8, 7.0, 4, exact=True)
+GROUPS = (32, 64, 128)
+"""Group sizes of the int4 formats."""
+INT4_GROUPED = tuple(QuantFormat(f"int4_g{g}", torch.uint8, 7.0, 4, exact=True, group=g) for g in GROUPS)
+FORMATS: dict[str, QuantFormat] = {f.name: f for f in (INT8, FP8, INT4, *INT4_GROUPED)}
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 """Unquantised operand dtypes."""
@@ -51,19 +71,63 @@ def get_format(name: str) -> QuantFormat:
 
 
 def format_of(dtype: torch.dtype) -> QuantFormat | None:
-    """The format stored as ``dtype``, or None for an unquantised dtype."""
+    """The format stored as ``dtype`` (the per-channel one of several), or None for an unquantised dtype."""
     return next((f for f in FORMATS.values() if f.dtype == dtype), None)
+
+
+def group_size(K: int, blocks: int) -> int:
+    """Elements along K that share a scale, where there are ``blocks`` scales: no two group sizes give the same number.
+
+    >>> group_size(4096, 1), group_size(4096, 32), group_size(100, 4)
+    (4096, 128, 32)
+    """
+    found = K if blocks == 1 else next((g for g in GROUPS if -(-K // g) == blocks), None)
+    if found is None:
+        allowed = ", ".join(f"{-(-K // g)} (groups of {g})" for g in GROUPS)
+        raise ShapeError(f"{blocks} scales along K={K}: expected 1 (per channel), {allowed}.")
+    return found
+
+
+def scale_per_element(scales: Tensor, K: int) -> Tensor:
+    """Scales [E, N] or [E, N, k] in a form that multiplies [E, N, K] values: [E, N, 1] or [E, N, K].
+
+    >>> scale_per_element(torch.tensor([[[1.0, 2.0]]]), 34)[0, 0, 31:33]
+    tensor([1., 2.])
+    """
+    if scales.dim() == 2:
+        return scales.unsqueeze(-1)
+    if scales.shape[-1] == 1:
+        return scales
+    return scales.repeat_interleave(group_size(K, scales.shape[-1]), -1)[..., :K]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """int8 ``[..., K]`` in [-8, 7], K even -> uint8 ``[..., K/2]``: element 2j in the low half of byte j, 2j+1 in the
+    high half.
+
+    >>> pack_nibbles(torch.tensor([1, -1], dtype=torch.int8)).tolist()
+    [241]
+    """
+    low, high = codes.view(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    packed: Tensor = (low & 15) | (high << 4)
+    return packed
+
+
+def unpack_nibbles(packed: Tensor) -> Tensor:
+    """The inverse of :func:`pack_nibbles`."""
+    signed = packed.view(torch.int8)  # >> of int8 keeps the sign
+    return torch.stack([(signed << 4) >> 4, signed >> 4], -1).flatten(-2)
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A backend's own form of [E, N, K] values."""
+    """A backend's own form of a QuantTensor's values."""
 
     stand_in: Tensor
-    """Has the values' shape and dtype, but no data."""
+    """Has shape [E, N, K] and the values' dtype, but no data."""
     parts: tuple[Tensor, ...]
     unpack: Callable[[Packed], Tensor]
-    """Back to the values."""
+    """Back to the values as they are stored plainly."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,8 +135,8 @@ class QuantTensor:
     """Quantised weights: values, scales and format together. Not a Tensor subclass, so that a stray torch op fails
     loudly.
 
-    values  [E, N, K] in the format's dtype, or None once a backend has packed them
-    scales  [E, N] float32
+    values  [E, N, K] in the format's dtype ([E, N, K/2] bytes for 4 bits), or None once a backend has packed them
+    scales  [E, N] float32; [E, N, k] with k groups along K in a grouped format
     packed  the values in a backend's own form; when it is there, ``values`` is not: one copy is alive
     """
 
@@ -84,32 +148,47 @@ class QuantTensor:
     def __post_init__(self) -> None:
         if (self.values is None) == (self.packed is None):
             raise ShapeError("QuantTensor: exactly one of 'values' and 'packed' must be given.")
-        values = self.operands[0]
-        if values.dtype != self.format.dtype:
-            raise DtypeError(
-                f"QuantTensor: values are {values.dtype}, expected {self.format.name}'s {self.format.dtype}."
+        dtype = (self.values if self.packed is None else self.packed.stand_in).dtype  # type: ignore[union-attr]
+        if dtype != self.format.dtype:
+            raise DtypeError(f"QuantTensor: values are {dtype}, expected {self.format.name}'s {self.format.dtype}.")
+        blocks = self.format.blocks(self.shape[-1])
+        sizes = bind("QuantTensor", values=(self, "E N K"), scales=(self.scales, "E N k" if blocks > 1 else "E N 1?"))
+        if blocks > 1 and sizes["k"] != blocks:
+            raise ShapeError(
+                f"QuantTensor: scales have {sizes['k']} groups along K={sizes['K']}, expected {self.format.name}'s "
+                f"{blocks}."
             )
-        bind("QuantTensor", values=(values, "E N K"), scales=(self.scales, "E N 1?"))
 
     @property
     def operands(self) -> list[Tensor]:
-        """What crosses the op boundary: the [E, N, K] values; or their stand-in, then the packed parts."""
+        """What crosses the op boundary: the [E, N, K] values; or a stand-in of that shape, then the parts that hold
+        the data (4-bit values, or a backend's packed form)."""
         if self.packed is not None:
             return [self.packed.stand_in, *self.packed.parts]
         assert self.values is not None
+        if self.format.bits == 4:
+            return [self.values.new_empty(1).expand(self.shape), self.values]
         return [self.values]
 
     @property
     def shape(self) -> torch.Size:
         """[E, N, K]."""
-        return self.operands[0].shape
+        if self.packed is not None:
+            return self.packed.stand_in.shape
+        assert self.values is not None
+        *outer, last = self.values.shape
+        return torch.Size((*outer, last * 2)) if self.format.bits == 4 else self.values.shape
 
     @property
     def device(self) -> torch.device:
         return self.scales.device
 
+    def codes(self) -> Tensor:
+        """[E, N, K] values one by one, in the format's ``element`` dtype: times their scales they are the weights."""
+        return unpack_nibbles(self.plain()) if self.format.bits == 4 else self.plain()
+
     def plain(self) -> Tensor:
-        """[E, N, K] values, unpacked into a new tensor if a backend had packed them."""
+        """``values`` as they are stored, in a new tensor if a backend had packed them."""
         if self.packed is not None:
             return self.packed.unpack(self.packed)
         assert self.values is not None

@@ -22,7 +22,7 @@ class MoEExperts(nn.Module):
 
     ``forward(hidden [T, H], topk_ids [T, A], topk_weights [T, A]) -> [T, H]``: see :func:`lowgmm.moe_ffn`.
 
-    On a CPU, INT8 weights live in a packed form only: packed when the module is built or moved there, and
+    On a CPU, INT8 and INT4 weights live in a packed form only: packed when the module is built or moved there, and
     unpacked for ``state_dict`` and for a move to another device. ``.half()`` and the like leave quantised weights and
     their scales as they are.
     Inference only: the weights are not parameters.
@@ -167,7 +167,7 @@ def _parts(w: Tensor | QuantTensor | None) -> dict[str, Tensor]:
 
 def _settle(w: Tensor | QuantTensor | None) -> Tensor | QuantTensor | None:
     """A weight in the form its device's backend wants."""
-    if isinstance(w, QuantTensor) and w.values is not None and w.format is INT8 and w.device.type == "cpu":
+    if isinstance(w, QuantTensor) and w.values is not None and w.format.activations is INT8 and w.device.type == "cpu":
         from lowgmm.cpu import pack
 
         return pack(w)

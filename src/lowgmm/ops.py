@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
 
-from lowgmm.formats import FLOATS, format_of, get_format
+from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
 from lowgmm.shapes import UnsupportedError, check_no_overlap
 from lowgmm.tune import TileConfig
 from lowgmm.validate import check_gmm, check_tokens, checked_bounds
@@ -121,11 +121,16 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device)
 
 
-def _row(scales: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
-    """Scales as kernels see them: float32, contiguous, without a last axis of 1. The usual case is that they are."""
+def flat_scales(scales: Tensor | None, shape: Sequence[int]) -> Tensor | None:
+    """Scales as kernels see them: float32, contiguous, without a last axis of 1. The usual case is that they are.
+
+    An axis of groups stays, in whatever layout.
+    """
+    if scales is not None and scales.dim() > len(shape) and scales.shape[-1] > 1:
+        return scales.float()
     if scales is None or (scales.dtype == torch.float32 and scales.dim() == len(shape) and scales.is_contiguous()):
         return scales
-    return scales.reshape(shape).float().contiguous()
+    return scales.reshape(tuple(shape)).float().contiguous()
 
 
 # gmm and gmm_out serve as their own fakes: the same checks, and no work on tensors without data.
@@ -151,7 +156,10 @@ def _gmm_into(
         checked_bounds(offsets, x.shape[0])
     if out.numel() == 0:
         return
-    scales_x, scales_w = _row(scales_x, (x.shape[0],)), _row(scales_w, (weights[0].shape[0], out.shape[1]))
+    scales_x, scales_w = (
+        flat_scales(scales_x, (x.shape[0],)),
+        flat_scales(scales_w, (weights[0].shape[0], out.shape[1])),
+    )
     bias = None if bias is None else bias.contiguous()
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
@@ -163,11 +171,12 @@ def _gmm_into(
         cpu.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
         return
     if x.dtype in FLOATS and (fmt := format_of(weights[0].dtype)) is not None:
-        x, scales_x = _quantize_tokens(x, fmt.name, clip, impl)
+        x, scales_x = _quantize_tokens(x, fmt.activations.name, clip, impl)
     if impl == "reference":
         from lowgmm import reference
 
-        out.copy_(reference.gmm(x, weights[0], scales_x, scales_w, offsets, bias=bias))
+        w = unpack_nibbles(weights[1]) if len(weights) > 1 else weights[0]
+        out.copy_(reference.gmm(x, w, scales_x, scales_w, offsets, bias=bias))
         return
     if on_gpu:
         check_offsets_now(offsets, x.shape[0])
@@ -227,7 +236,7 @@ def check_interpreter(op: str, device: torch.device) -> None:
 
 
 def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    check_tokens(x, clip, impl)
+    check_tokens(x, format, clip, impl)
     fmt = get_format(format)
     if impl == "reference":
         from lowgmm.quant import quantize_rows
@@ -252,7 +261,7 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
 
 
 def _quantize_tokens_fake(x: Tensor, format: str, clip: float | None, impl: str) -> tuple[Tensor, Tensor]:
-    check_tokens(x, clip, impl)
+    check_tokens(x, format, clip, impl)
     return x.new_empty(x.shape, dtype=get_format(format).dtype), x.new_empty(x.shape[:1], dtype=torch.float32)
 
 

@@ -60,7 +60,12 @@ def _moe_ffn(
     if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
         return hidden.new_zeros(hidden.shape)
     up, down = (
-        Weights(w.operands, _flat(w.scales), None if w.bias is None else w.bias.contiguous()) for w in (up, down)
+        Weights(
+            w.operands,
+            ops.flat_scales(w.scales, w.operands[0].shape[:2]),
+            None if w.bias is None else w.bias.contiguous(),
+        )
+        for w in (up, down)
     )
     scales_h = None if scales_h is None else scales_h.float().contiguous()
     arguments = (hidden, up, down, topk_ids, topk_weights, spec, scales_h)
@@ -120,11 +125,6 @@ def _layer_config(
     if why is not None:
         raise UnsupportedError(f"moe_ffn: config {config} cannot run here: {why}")
     return forced
-
-
-def _flat(scales: Tensor | None) -> Tensor | None:
-    """[E, N] float32 contiguous: what backends see of scales that may have been kept with a last axis of 1."""
-    return None if scales is None else scales.reshape(scales.shape[:2]).float().contiguous()
 
 
 # routing

@@ -3,10 +3,10 @@
     scale = min(absmax, clip) / qmax                                      float32
     q     = clamp(round_half_even(x · (qmax / min(absmax, clip))), ±qmax)
 
-The multiplication by one reciprocal per row (rather than a division per element) is part of the definition, because a
-fused kernel affords nothing else. A zero row has scale 0 and exact zeros; a row that holds a NaN gets scale NaN, so the
-output row is
-NaN too and no other row is touched.
+One scale per token, per output channel, or (the grouped int4 formats) per channel and ``group`` elements along K, the
+last group shorter where K is no multiple. The multiplication by one reciprocal per row (rather than a division per
+element) is part of the definition, because a fused kernel affords nothing else. A zero row has scale 0 and exact zeros;
+a row that holds a NaN gets scale NaN, so the output row is NaN too and no other row is touched.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, QuantFormat, QuantTensor, get_format
+from lowgmm.formats import FLOATS, QuantFormat, QuantTensor, get_format, pack_nibbles, scale_per_element
 from lowgmm.shapes import ShapeError, check_dtype
 
 SMALLEST_ABSMAX = 2.0**-100
@@ -26,7 +26,7 @@ def quantize_rows(x: Tensor, fmt: QuantFormat, clip: float | None = None) -> tup
     """Quantise along the last axis: ``x [..., K]`` float -> values ``[..., K]``, scales ``[...]`` float32."""
     x = x.float()
     if x.shape[-1] == 0:
-        return x.to(fmt.dtype), x.new_zeros(x.shape[:-1])
+        return x.to(fmt.element), x.new_zeros(x.shape[:-1])
     absmax = x.abs().amax(-1)
     if clip is not None:
         absmax = absmax.clamp(max=clip)
@@ -47,26 +47,30 @@ def quantize_with_scales(x: Tensor, scales: Tensor, fmt: QuantFormat) -> Tensor:
 
 def _round_to(scaled: Tensor, fmt: QuantFormat) -> Tensor:
     q = scaled.nan_to_num_(nan=0.0, posinf=fmt.qmax, neginf=-fmt.qmax)
-    if not fmt.dtype.is_floating_point:
+    if fmt.exact:
         q = q.round_()
-    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.dtype, memory_format=torch.contiguous_format)
+    return q.clamp_(-fmt.qmax, fmt.qmax).to(fmt.element, memory_format=torch.contiguous_format)
 
 
 def quantize(w: Tensor, format: str) -> QuantTensor:
-    """Quantise expert weights, one scale per output channel.
+    """Quantise expert weights, one scale per output channel, or per channel and group of K.
 
-    ``values[e, n, :] = clamp(round(w[e, n, :] / scales[e, n]), ±qmax)`` with ``scales[e, n] = max|w[e, n, :]| / qmax``.
+    ``values[e, n, :] = clamp(round(w[e, n, :] / scales[e, n]), ±qmax)`` with ``scales[e, n] = max|w[e, n, :]| / qmax``;
+    in a grouped format likewise for each group of 32, 64 or 128 elements along K.
 
     Args:
         w: [E, N, K] bfloat16, float16 or float32; a single [N, K] matrix is taken as E = 1.
-        format: ``"int8"`` or ``"fp8"``.
+        format: ``"int8"``, ``"fp8"``, ``"int4"`` (qmax 7, to be multiplied by INT8 activations), or ``"int4_g32"``,
+            ``"int4_g64"``, ``"int4_g128"`` with a scale per group.
 
     Returns:
-        A :class:`QuantTensor` with values [E, N, K] (K contiguous) and scales [E, N] float32. Weights are converted one
-        expert at a time, so the float32 working copy is one expert's.
+        A :class:`QuantTensor` with values [E, N, K] (K contiguous; int4: [E, N, K/2] bytes) and scales [E, N] float32
+        (grouped: [E, N, ceil(K/group)]). Weights are converted one expert at a time, so the float32 working copy is one
+        expert's.
 
     Raises:
-        UnsupportedError: unknown format. DtypeError: ``w`` is not floating point. ShapeError: ``w`` is not 2-D or 3-D.
+        UnsupportedError: unknown format. DtypeError: ``w`` is not floating point. ShapeError: ``w`` is not 2-D or 3-D,
+        or K is odd for a 4-bit format.
 
     >>> import torch
     >>> q = quantize(torch.tensor([[[1.0, -2.0], [0.0, 0.0]]]), "int8")
@@ -80,10 +84,20 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
         w = w.unsqueeze(0)
     if w.dim() != 3:
         raise ShapeError(f"quantize: argument 'w' has shape {list(w.shape)}, expected [E, N, K] (or [N, K]).")
-    values = torch.empty(w.shape, dtype=fmt.dtype, device=w.device)
-    scales = torch.empty(w.shape[:2], dtype=torch.float32, device=w.device)
-    for e in range(w.shape[0]):
-        values[e], scales[e] = quantize_rows(w[e], fmt)
+    E, N, K = w.shape
+    if fmt.bits == 4 and K % 2:
+        raise ShapeError(f"quantize: K={K} is odd, but two {fmt.name} values share a byte: pad w with a zero column.")
+    blocks = fmt.blocks(K)
+    values = torch.empty((E, N, K * fmt.bits // 8), dtype=fmt.dtype, device=w.device)
+    scales = torch.empty((E, N) if blocks == 1 else (E, N, blocks), dtype=torch.float32, device=w.device)
+    for e in range(E):
+        if blocks == 1:
+            codes, scales[e] = quantize_rows(w[e], fmt)
+        else:
+            groups = torch.nn.functional.pad(w[e], (0, blocks * (fmt.group or K) - K)).unflatten(-1, (blocks, -1))
+            codes, scales[e] = quantize_rows(groups, fmt)
+            codes = codes.flatten(-2)[:, :K]
+        values[e] = pack_nibbles(codes.contiguous()) if fmt.bits == 4 else codes
     return QuantTensor(values, scales, fmt)
 
 
@@ -95,7 +109,7 @@ def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     >>> bool((dequantize(quantize(w, "int8")) - w).abs().max() <= 2.0 / 127 / 2)
     True
     """
-    return (q.plain().float() * q.scales.unsqueeze(-1)).to(dtype)
+    return (q.codes().float() * scale_per_element(q.scales, q.shape[-1])).to(dtype)
 
 
 def to_fnuz(values: Tensor, scales: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowgmm.formats import QuantTensor
+from lowgmm.formats import QuantTensor, scale_per_element
 from lowgmm.layer import LayerSpec, activate
 
 
@@ -26,9 +26,10 @@ def gmm(
     *,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """``Y[m, n] = (Σ_k X[m, k] · W[e, n, k]) · scales_w[e, n] · scales_x[m] + bias[e, n]`` in float64.
+    """``Y[m, n] = (Σ_k X[m, k] · W[e, n, k] · scales_w[e, n]) · scales_x[m] + bias[e, n]`` in float64.
 
-    Shapes as :func:`lowgmm.gmm`. Rows that belong to no expert are zero. The integer sum is exact: |Σ| < 2^53.
+    Shapes as :func:`lowgmm.gmm`; ``scales_w`` may be [E, N, k], one per group of K. Rows that belong to no expert are
+    zero. Without scales the integer sum is exact: |Σ| < 2^53.
 
     >>> import torch
     >>> w = torch.tensor([[[1.0, 1.0]], [[2.0, 2.0]]])
@@ -37,15 +38,19 @@ def gmm(
     """
     if isinstance(weights, QuantTensor):
         scales_w = weights.scales
-        weights = weights.plain()
+        weights = weights.codes()
     num_rows, num_experts = input.shape[0], weights.shape[0]
     bounds = _bounds(expert_offsets, expert_sizes)
     out = torch.zeros(num_rows, weights.shape[1], dtype=torch.float64, device=input.device)
     for e in range(num_experts):
         rows = slice(bounds[e], bounds[e + 1])
-        y = input[rows].double() @ weights[e].double().T
-        if scales_w is not None:
-            y = y * scales_w[e].reshape(-1).double()
+        w = weights[e].double()
+        if scales_w is not None and scales_w.dim() == 3 and scales_w.shape[2] > 1:
+            y = input[rows].double() @ (w * scale_per_element(scales_w[e : e + 1].double(), w.shape[1])[0]).T
+        else:
+            y = input[rows].double() @ w.T
+            if scales_w is not None:
+                y = y * scales_w[e].reshape(-1).double()
         if scales_x is not None:
             y = y * scales_x[rows].reshape(-1, 1).double()
         if bias is not None:
@@ -109,6 +114,6 @@ def moe_ffn(
 def _dense(w: Tensor | QuantTensor) -> Callable[[int], Tensor]:
     """Expert -> its matrix in float64."""
     if isinstance(w, QuantTensor):
-        values, scales = w.plain(), w.scales.reshape(w.shape[:2])
-        return lambda e: values[e].double() * scales[e].double().unsqueeze(1)
+        values, scales = w.codes(), scale_per_element(w.scales, w.shape[2])
+        return lambda e: values[e].double() * scales[e].double()
     return lambda e: w[e].double()

@@ -77,7 +77,7 @@ def bind(op: str, **arguments: tuple[Shaped | None, str]) -> dict[str, int]:
     return sizes
 
 
-AXES = {letter: (1, letter, 0) for letter in "TAERHIMNK"} | {"E+1": (1, "E", 1), "2I": (2, "I", 0)}
+AXES = {letter: (1, letter, 0) for letter in "TAERHIMNKkhi"} | {"E+1": (1, "E", 1), "2I": (2, "I", 0)}
 """What an axis of a spec can be: its size is factor · letter + addend. A table, because parsing would cost a call's
 microseconds (and Dynamo does not trace a cache)."""
 

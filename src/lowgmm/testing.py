@@ -9,13 +9,13 @@ bad element nor one bad tile can hide in a large tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from lowgmm import reference
-from lowgmm.formats import FLOATS, QuantTensor, format_of, get_format
+from lowgmm.formats import FLOATS, QuantTensor, format_of, get_format, pack_nibbles, scale_per_element
 from lowgmm.quant import quantize, quantize_rows
 
 FLOOR = 2.0**-9
@@ -31,13 +31,15 @@ class Operands:
     scales_x: Tensor | None
     scales_w: Tensor | None
     sizes: Tensor
+    format: str | None = None
+    """Of the weights where their dtype does not tell: the int4 formats, of which ``w`` holds the codes, one a byte."""
 
     @property
     def weights(self) -> Tensor | QuantTensor:
-        fmt = format_of(self.w.dtype)
+        fmt = format_of(self.w.dtype) if self.format is None else get_format(self.format)
         if fmt is None or self.scales_w is None:
             return self.w
-        return QuantTensor(self.w, self.scales_w, fmt)
+        return QuantTensor(pack_nibbles(self.w) if fmt.bits == 4 else self.w, self.scales_w, fmt)
 
     @property
     def offsets(self) -> Tensor:
@@ -51,7 +53,9 @@ class Operands:
         """An independent low-precision computation: dequantise, multiply in fp32 expert by expert, round to
         ``dtype``."""
         x = self.x.float() if self.scales_x is None else self.x.float() * self.scales_x[:, None]
-        w = self.w.float() if self.scales_w is None else self.w.float() * self.scales_w[:, :, None]
+        w = self.w.float()
+        if self.scales_w is not None:
+            w = w * scale_per_element(self.scales_w, w.shape[2])
         groups = x[: int(self.sizes.sum())].split(self.sizes.tolist())
         y = torch.cat(
             [g @ w[e].T for e, g in enumerate(groups)] + [x.new_zeros(len(x) - int(self.sizes.sum()), w.shape[1])]
@@ -85,10 +89,9 @@ def make_operands(
         made = Operands(x.to(floats[dtype]), w.to(floats[dtype]), None, None, counts)
     else:
         q = quantize(w, dtype)
-        assert q.values is not None
-        xq, scales = quantize_rows(x, get_format(dtype))
-        made = Operands(xq, q.values, scales, q.scales, counts)
-    return Operands(*(None if t is None else t.to(device) for t in made.__dict__.values()))  # type: ignore[arg-type]
+        xq, scales = quantize_rows(x, q.format.activations)
+        made = Operands(xq, q.codes(), scales, q.scales, counts, dtype if q.format.bits == 4 else None)
+    return replace(made, **{name: t.to(device) for name, t in made.__dict__.items() if isinstance(t, Tensor)})  # type: ignore[arg-type]
 
 
 def draw_operands(
@@ -184,15 +187,17 @@ def _zero_tile(y: Tensor, _: Operands) -> Tensor:
 def _wrong_expert(y: Tensor, o: Operands) -> Tensor:
     """The largest expert's rows multiplied by its neighbour's weights."""
     e = int(o.sizes.argmax())
-    other = Operands(o.x, o.w.roll(1, 0), o.scales_x, None if o.scales_w is None else o.scales_w.roll(1, 0), o.sizes)
+    scales_w = None if o.scales_w is None else o.scales_w.roll(1, 0)
+    other = Operands(o.x, o.w.roll(1, 0), o.scales_x, scales_w, o.sizes, o.format)
     a, b = o.offsets[e], o.offsets[e + 1]
     y[a:b] = other.baseline(y.dtype)[a:b]
     return y
 
 
 def _dropped_k_tail(_: Tensor, o: Operands) -> Tensor:
-    k = o.x.shape[1] - max(1, o.x.shape[1] // 32)
-    return Operands(o.x[:, :k], o.w[:, :, :k], o.scales_x, o.scales_w, o.sizes).baseline(_.dtype)
+    w = o.w.clone()
+    w[:, :, -max(1, w.shape[2] // 32) :] = 0
+    return Operands(o.x, w, o.scales_x, o.scales_w, o.sizes, o.format).baseline(_.dtype)
 
 
 def _bad_element(y: Tensor, _: Operands) -> Tensor:

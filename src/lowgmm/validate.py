@@ -7,7 +7,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, FORMATS, format_of
+from lowgmm.formats import FLOATS, FORMATS, QuantFormat, format_of, get_format, group_size
 from lowgmm.layer import ACTIVATIONS, LAYOUTS, REQUANTIZE, LayerSpec, Weights
 from lowgmm.shapes import (
     DtypeError,
@@ -47,21 +47,22 @@ def check_gmm(
 ) -> tuple[int, int]:
     """Check everything about a gmm call that does not need the tensors' contents; return (M, N)."""
     check_impl("gmm", impl)
-    if len(weights) > 1 and impl != "auto":
-        raise UnsupportedError(f"gmm: impl={impl!r} needs plain [E, N, K] weights; these were packed for the CPU.")
+    fmt = _check_operands("gmm", "weights", weights, impl)
+    grouped = _grouped(fmt, scales_w)
     sizes = bind(
         "gmm",
         input=(x, "M K"),
         weights=(weights[0], "E N K"),
         expert_offsets=(offsets, "E+1"),
         scales_x=(scales_x, "M 1?"),
-        scales_w=(scales_w, "E N 1?"),
+        scales_w=(scales_w, "E N k" if grouped else "E N 1?"),
         bias=(bias, "E N"),
         output=(output, "M N"),
     )
+    if grouped:
+        group_size(sizes["K"], sizes["k"])
     if sizes["K"] == 0 or sizes["E"] == 0:
         raise ShapeError(f"gmm: K and E must be at least 1, got K={sizes['K']}, E={sizes['E']}.")
-    fmt = format_of(weights[0].dtype)
     if fmt is not None and fmt.exact and sizes["K"] > MAX_EXACT_K:
         raise ShapeError(
             f"gmm: K={sizes['K']} is more than {MAX_EXACT_K}, up to which an INT8 sum is sure to fit INT32."
@@ -89,6 +90,30 @@ def check_gmm(
     return sizes["M"], sizes["N"]
 
 
+def _check_operands(op: str, name: str, operands: list[Tensor], impl: str) -> QuantFormat | None:
+    """A QuantTensor's operands (or one tensor) against each other, ``impl`` and the device; returns their format."""
+    fmt = format_of(operands[0].dtype)
+    four_bits = fmt is not None and fmt.bits == 4
+    if four_bits and len(operands) < 2:
+        raise DtypeError(
+            f"{op}: argument {name!r} is {operands[0].dtype}: 4-bit weights, two to a byte, come as a QuantTensor "
+            f"(lowgmm.quantize)."
+        )
+    packed = len(operands) > 1 and not (four_bits and operands[1].dim() == 3)
+    if packed and impl != "auto":
+        raise UnsupportedError(f"{op}: impl={impl!r} needs plain {name}; these were packed for the CPU.")
+    if four_bits and (impl == "triton" or operands[0].device.type != "cpu"):
+        raise UnsupportedError(
+            f"{op}: int4 {name} are not supported on cuda yet, only by the CPU backend. Quantise to int8 or fp8 there."
+        )
+    return fmt
+
+
+def _grouped(fmt: QuantFormat | None, scales: Tensor | None) -> bool:
+    """Do ``scales`` have an axis of groups?"""
+    return fmt is not None and fmt.bits == 4 and scales is not None and scales.dim() == 3
+
+
 def _check_gmm_dtypes(
     x: Tensor,
     w: Tensor,
@@ -112,8 +137,8 @@ def _check_gmm_dtypes(
                 f"gmm: scales_x and scales_w belong to quantised operands, but weights are {w.dtype}: pass None."
             )
     else:
-        hint = f"With {fmt.name} weights the input is {fmt.name}, or floating point to be quantised here."
-        check_dtype("gmm", "input", x, (fmt.dtype, *FLOATS), hint)
+        hint = f"With {fmt.name} weights the input is {fmt.activations.name}, or floating point to be quantised here."
+        check_dtype("gmm", "input", x, (fmt.activations.dtype, *FLOATS), hint)
         if x.dtype in FLOATS and scales_x is not None:
             raise DtypeError(
                 f"gmm: argument 'scales_x' was given for an input of {x.dtype}, quantised per token by this call: pass "
@@ -131,9 +156,15 @@ def _check_gmm_dtypes(
         )
 
 
-def check_tokens(x: Tensor, clip: float | None, impl: str) -> None:
+def check_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> None:
     """Everything about a quantize_tokens call."""
     check_impl("quantize_tokens", impl)
+    fmt = get_format(format)
+    if fmt.activations is not fmt:
+        raise UnsupportedError(
+            f"quantize_tokens: {format} is a format of weights; the tokens they are multiplied by are "
+            f"{fmt.activations.name}."
+        )
     check_dtype("quantize_tokens", "x", x, FLOATS)
     bind("quantize_tokens", x=(x, "T K"))
     if clip is not None and not clip > 0:
@@ -169,6 +200,7 @@ def check_moe(
     check_impl(op, impl)
     _check_spec(spec)
     rows = "E 2I" if spec.gated else "E I"
+    up, down = (_check_operands(op, name, w.operands, impl) for name, w in (("w13", w13), ("w2", w2)))
     sizes = bind(
         op,
         hidden=(hidden, "T H"),
@@ -176,12 +208,15 @@ def check_moe(
         w2=(w2.operands[0], "E H I"),
         topk_ids=(topk_ids, "T A"),
         topk_weights=(topk_weights, "T A"),
-        scales_w13=(w13.scales, f"{rows} 1?"),
-        scales_w2=(w2.scales, "E H 1?"),
+        scales_w13=(w13.scales, f"{rows} {'h' if _grouped(up, w13.scales) else '1?'}"),
+        scales_w2=(w2.scales, f"E H {'i' if _grouped(down, w2.scales) else '1?'}"),
         bias_w13=(w13.bias, rows),
         bias_w2=(w2.bias, "E H"),
         scales_h=(scales_h, "E"),
     )
+    for inner, blocks in (("H", "h"), ("I", "i")):
+        if blocks in sizes:
+            group_size(sizes[inner], sizes[blocks])
     if 0 in (sizes["H"], sizes["I"], sizes["E"]):
         raise ShapeError(f"{op}: H, I and E must be at least 1, got {sizes}.")
     check_dtype(op, "hidden", hidden, FLOATS)
@@ -190,7 +225,7 @@ def check_moe(
     check_dtype(op, "scales_h", scales_h, FLOATS)
     on: dict[str, Tensor | None] = {"hidden": hidden, "topk_ids": topk_ids, "topk_weights": topk_weights}
     for name, w, inner in (("w13", w13, "H"), ("w2", w2, "I")):
-        _check_layer_weights(name, w, hidden.dtype, sizes[inner], impl)
+        _check_layer_weights(name, w, hidden.dtype, sizes[inner])
         on |= {name: w.operands[-1], f"scales_{name}": w.scales, f"bias_{name}": w.bias}
     check_device(op, scales_h=scales_h, **on)
     if spec.clip is not None and (w13.scales is None or not spec.clip > 0):
@@ -221,9 +256,7 @@ def _check_spec(spec: LayerSpec) -> None:
         raise ShapeError(f"moe_ffn: limit is {spec.limit}, expected a positive bound or None.")
 
 
-def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int, impl: str) -> None:
-    if len(w.operands) > 1 and impl != "auto":
-        raise UnsupportedError(f"moe_ffn: impl={impl!r} needs plain weights, but {name} is packed for the CPU.")
+def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int) -> None:
     values, fmt = w.operands[0], format_of(w.operands[0].dtype)
     if fmt is None and w.scales is not None:
         raise DtypeError(
@@ -241,18 +274,17 @@ def _check_layer_weights(name: str, w: Weights, hidden: torch.dtype, inner: int,
 def checked_bounds(offsets: Tensor, num_rows: int) -> list[int]:
     """The offsets as a list, or a :class:`ShapeError` if they do not cut [0, num_rows] into groups."""
     bounds: list[int] = offsets.tolist()
+    if bounds[0] == 0 and bounds[-1] <= num_rows and bounds == sorted(bounds):
+        return bounds
     problem = None
     if bounds[0] != 0:
         problem = f"start at {bounds[0]}, expected 0"
     elif bounds[-1] > num_rows:
         problem = f"end at {bounds[-1]}, but input has only {num_rows} rows"
     else:
-        falls = next((e for e, (a, b) in enumerate(pairwise(bounds)) if b < a), None)
-        if falls is not None:
-            problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
-    if problem:
-        raise ShapeError(
-            f"gmm: expert_offsets {problem}. Expected the running sum of the expert sizes, [0, s0, s0+s1, …]; "
-            f"if these are sizes, pass them as expert_sizes."
-        )
-    return bounds
+        falls = next(e for e, (a, b) in enumerate(pairwise(bounds)) if b < a)
+        problem = f"fall from {bounds[falls]} to {bounds[falls + 1]} at expert {falls}; they must not decrease"
+    raise ShapeError(
+        f"gmm: expert_offsets {problem}. Expected the running sum of the expert sizes, [0, s0, s0+s1, …]; "
+        f"if these are sizes, pass them as expert_sizes."
+    )

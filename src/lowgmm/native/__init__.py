@@ -1,7 +1,7 @@
-"""The compiled INT8 loops of the CPU backend (``int8_gmm.c``), through ctypes.
+"""The CPU backend's compiled code (``lowgmm.h`` says what is in it), through ctypes.
 
-Optional: where the extension was not built, or the CPU lacks AVX512-VNNI, :func:`library` is None and oneDNN does the
-work. ``LOWGMM_NATIVE=0`` turns it off.
+Optional: where the extension was not built, or the CPU has none of its instruction sets, :func:`library` is None and
+oneDNN does the work. ``LOWGMM_NATIVE=0`` turns it off, ``LOWGMM_CPU_ISA`` forces one instruction set.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
@@ -19,45 +20,127 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CHANNELS, K_STEP = 64, 4
-KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int8: 3}
+from lowgmm.formats import group_size, pack_nibbles, unpack_nibbles
+from lowgmm.layer import LayerSpec, Weights
+from lowgmm.shapes import UnsupportedError
 
-_p, _i64, _i32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int32: 3, torch.int8: 3}
+ACTIVATIONS = {"silu": 0, "gelu": 1, "relu2": 2, "none": 3, "swiglu_oai": 4}
+ON_REQUEST = ("amx", "scalar")
+"""Instruction sets that are not chosen unless forced: AMX has only run emulated, and oneDNN is faster than plain C."""
+
+_p, _i64, _i32, _f32 = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
+
+
+class _Weights(ctypes.Structure):
+    _fields_ = [
+        *((name, _p) for name in ("packed", "scales")),
+        *((name, _i64) for name in ("scale_expert", "scale_group", "E", "N", "K", "group", "bits")),
+    ]
 
 
 class _Quantize(ctypes.Structure):
     _fields_ = [
-        *((name, _p) for name in ("x", "q", "scales", "sums")),
-        *((name, _i64) for name in ("rows", "K", "x_stride", "q_stride")),
-        ("kind", _i32),
-        ("clip", ctypes.c_float),
+        *((name, _p) for name in ("x", "q", "scales", "start")),
+        *((name, _i64) for name in ("rows", "K", "x_stride", "q_stride", "group")),
+        *((name, _i32) for name in ("kind", "offset")),
+        ("clip", _f32),
+        ("unused", _i32),
         ("next", _i64),
     ]
 
 
 class _Gmm(ctypes.Structure):
     _fields_ = [
-        *((name, _p) for name in ("x", "sums", "scales_x", "w", "scales_w", "bias", "out", "offsets")),
-        *((name, _i64) for name in ("E", "N", "K", "x_stride", "out_stride")),
-        ("out_kind", _i32),
-        ("next", _i64),
+        ("w", _Weights),
+        ("x", _Quantize),
+        *((name, _p) for name in ("bias", "out", "offsets")),
+        *((name, _i64) for name in ("out_stride", "out_kind")),
     ]
 
 
+class _Layer(ctypes.Structure):
+    _fields_ = [
+        ("w13", _Weights),
+        ("w2", _Weights),
+        *((name, _p) for name in ("bias_w13", "bias_w2", "hidden", "ids", "topk_weights", "out", "scratch")),
+        *((name, _i64) for name in ("T", "A", "hidden_stride")),
+        *((name, _i32) for name in ("kind", "between", "activation", "ids_bytes")),
+        *((name, _f32) for name in ("alpha", "limit", "clip")),
+        ("unused", _i32),
+    ]
+
+
+@dataclass(frozen=True)
+class Library:
+    """The compiled code and the instruction set chosen for it."""
+
+    call: Any
+    """The ctypes library."""
+    index: int
+    """Of the instruction set."""
+    name: str
+    channels: int
+    """Output channels of a packed block."""
+    unsigned8: bool
+    """INT8 weights are packed as w + 128."""
+    pad: dict[int, int]
+    """Bits of the weights -> multiple to which K is padded."""
+
+    def offset(self, bits: int) -> int:
+        """What was added to the packed weights."""
+        return 8 if bits == 4 else 128 if self.unsigned8 else 0
+
+
 @functools.cache
-def library() -> Any | None:
-    """The loaded library, or None where it cannot run."""
+def library() -> Library | None:
+    """The compiled code for this CPU, or None where it cannot run."""
+    return _choose()[0]
+
+
+def explain() -> str:
+    """What :func:`library` chose, and why, in words."""
+    return _choose()[1]
+
+
+@functools.cache
+def _choose() -> tuple[Library | None, str]:
+    forced = os.environ.get("LOWGMM_CPU_ISA", "")
+    if os.environ.get("LOWGMM_NATIVE", "1") == "0":
+        return None, "native code turned off (LOWGMM_NATIVE=0)"
     # Only what this interpreter built: a folder may hold another Python's library, of another version of the code.
-    names = (Path(__file__).with_name(f"_int8{suffix}") for suffix in EXTENSION_SUFFIXES)
+    names = (Path(__file__).with_name(f"_native{suffix}") for suffix in EXTENSION_SUFFIXES)
     built = next((path for path in names if path.exists()), None)
-    if built is None or os.environ.get("LOWGMM_NATIVE", "1") == "0":
-        return None
-    loaded = ctypes.CDLL(str(built))
-    if not loaded.lowgmm_supported():
-        return None
-    if loaded.lowgmm_layout() != ctypes.sizeof(_Quantize) << 16 | ctypes.sizeof(_Gmm):
+    if built is None:
+        if forced:
+            raise UnsupportedError(f"LOWGMM_CPU_ISA={forced}: the native code was not built (pip install builds it).")
+        return None, "native code not built (no C compiler at installation)"
+    call = ctypes.CDLL(str(built))
+    sizes = (ctypes.sizeof(_Quantize) << 40) | (ctypes.sizeof(_Gmm) << 20) | ctypes.sizeof(_Layer)
+    call.lowgmm_layout.restype = call.lowgmm_layer_scratch.restype = _i64
+    if call.lowgmm_layout() != sizes:
         raise ImportError(f"{built} was built from another version of lowgmm: build it again (pip install).")
-    return loaded
+    found = _instruction_sets(call)
+    usable = [name for name, (_, supported) in found.items() if supported]
+    if forced and forced not in usable:
+        raise UnsupportedError(f"LOWGMM_CPU_ISA={forced}: this CPU and build have {', '.join(usable)}.")
+    name = forced or next((name for name in usable if name not in ON_REQUEST), None)
+    if name is None:
+        return None, f"native code built, but this CPU has none of {', '.join(n for n in found if n not in ON_REQUEST)}"
+    layout = (_i32 * 4)()
+    call.lowgmm_isa_layout(_i64(found[name][0]), layout)
+    chosen = Library(call, found[name][0], name, layout[0], bool(layout[1]), {8: layout[2], 4: layout[3]})
+    why = "forced by LOWGMM_CPU_ISA" if forced else "the fastest of " + ", ".join(usable)
+    return chosen, f"native {name} loops ({why})"
+
+
+def _instruction_sets(call: Any) -> dict[str, tuple[int, bool]]:
+    """Compiled instruction sets, best first: name -> index, and whether this CPU has it."""
+    call.lowgmm_isa_name.restype = ctypes.c_char_p
+    found: dict[str, tuple[int, bool]] = {}
+    while (name := call.lowgmm_isa_name(_i64(len(found)))) is not None:
+        found[name.decode()] = len(found), bool(call.lowgmm_isa_supported(_i64(len(found))))
+    return found
 
 
 @functools.cache
@@ -75,23 +158,50 @@ def _parallel() -> int | None:
         return None
 
 
+def _run(function: str, args: ctypes.Structure) -> None:
+    """Call the compiled code, on torch's threads and without the GIL (ctypes releases it)."""
+    lib = library()
+    assert lib is not None
+    getattr(lib.call, function)(ctypes.byref(args), _i64(lib.index), _p(_parallel()), torch.get_num_threads())
+
+
 def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Memory for the C code: on the CPU and of this dtype, whatever the caller's defaults are."""
     return torch.empty(tuple(shape), dtype=dtype, device="cpu")
 
 
-def pack(values: Tensor) -> Tensor:
-    """``values [E, N, K]`` int8 -> uint8 [E, N/64, K/4, 64, 4], padded: see int8_gmm.c."""
-    E, N, K = values.shape
-    blocks, steps = -(-N // CHANNELS), -(-K // K_STEP)
-    out = _new((E, blocks, steps, CHANNELS, K_STEP), torch.uint8)
+def pack(values: Tensor, bits: int) -> Tensor:
+    """A QuantTensor's ``values`` [E, N, K] int8, or 4-bit [E, N, K/2] -> uint8 [E, blocks, steps, bytes]: see
+    lowgmm.h."""
+    lib = library()
+    assert lib is not None
+    E, N, K = values.shape[0], values.shape[1], values.shape[2] * 8 // bits
+    channels, per_step = lib.channels, 32 // bits
+    blocks, steps = -(-N // channels), -(-K // lib.pad[bits]) * lib.pad[bits] // per_step
+    out = _new((E, blocks, steps, channels * 4), torch.uint8)
     advise_huge_pages(out)
     for e in range(E):  # expert by expert, so that the padded working copy is one expert's
-        padded = _new((blocks * CHANNELS, steps * K_STEP), torch.int8).zero_()
-        padded[:N, :K] = values[e]
-        blocked = padded.view(torch.uint8).view(blocks, CHANNELS, steps, K_STEP).transpose(1, 2)
-        torch.bitwise_xor(blocked, 128, out=out[e])
+        padded = _new((blocks * channels, steps * per_step), torch.int8).zero_()
+        padded[:N, :K] = unpack_nibbles(values[e]) if bits == 4 else values[e]
+        shifted = padded.view(torch.uint8) + lib.offset(bits)  # wraps: w + 128 is w with its sign bit flipped
+        blocked = shifted.view(blocks, channels, steps, -1, 4).permute(3, 0, 2, 1, 4)
+        packed = blocked[0] if bits == 8 else blocked[0] | (blocked[1] << 4)
+        out[e] = packed.reshape(blocks, steps, -1)
     return out
+
+
+def unpack(packed: Tensor, N: int, K: int, bits: int) -> Tensor:
+    """The inverse of :func:`pack`."""
+    lib = library()
+    assert lib is not None
+    E, blocks, steps = packed.shape[:3]
+    values = _new((E, N, K * bits // 8), torch.int8 if bits == 8 else torch.uint8)
+    for e in range(E):
+        parts = [packed[e]] if bits == 8 else [packed[e] & 15, packed[e] >> 4]
+        blocked = torch.stack([(part - lib.offset(bits)).view(blocks, steps, lib.channels, 4) for part in parts], 3)
+        codes = blocked.transpose(1, 2).reshape(blocks * lib.channels, -1).view(torch.int8)[:N, :K]
+        values[e] = codes if bits == 8 else pack_nibbles(codes.contiguous())
+    return values
 
 
 def advise_huge_pages(t: Tensor) -> None:
@@ -103,100 +213,136 @@ def advise_huge_pages(t: Tensor) -> None:
         ctypes.CDLL(None).madvise(_p(start), ctypes.c_size_t(length), advice)  # a hint: refusal changes nothing
 
 
-def unpack(packed: Tensor, N: int, K: int) -> Tensor:
-    """The inverse of :func:`pack`: [E, N, K] int8."""
-    E, blocks, steps = packed.shape[:3]
-    values = packed.bitwise_xor(128).view(torch.int8).transpose(2, 3).reshape(E, blocks * CHANNELS, steps * K_STEP)
-    return values[:, :N, :K].contiguous()
-
-
 _kept = threading.local()
 KEEP_BYTES = 64 << 20
 """Scratch kept between calls, per Python thread: fresh pages would be zeroed by the kernel at every call."""
 
 
-def _scratch(rows: int, width: int) -> Tensor:
-    """[rows, width] int8, valid until this thread's next call."""
-    size = rows * width
+def _scratch(size: int) -> Tensor:
+    """``size`` bytes, valid until this thread's next call."""
     if size > KEEP_BYTES:
-        return _new((rows, width), torch.int8)
+        return _new((size,), torch.int8)
     kept: Tensor | None = getattr(_kept, "scratch", None)
     if kept is None or kept.numel() < size:
         kept = _kept.scratch = _new((size,), torch.int8)
         advise_huge_pages(kept)
-    return kept[:size].view(rows, width)
+    return kept[:size]
+
+
+def _pointer(t: Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
 
 
 def quantize_tokens(x: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """``quant.quantize_rows`` for INT8, to the bit: values [M, K] and scales [M] of a float ``x``."""
-    q = _new(x.shape, torch.int8)
-    _, scales = _quantize_into(q, x, None, clip)
-    assert scales is not None
+    x = x if x.stride(1) == 1 else x.contiguous()
+    q, scales = _new(x.shape, torch.int8), _new(x.shape[:1], torch.float32)
+    _run("lowgmm_quantize", _rows(x, q, scales, None, x.shape[1], 0, clip))
     return q, scales
 
 
-def _quantize_into(q: Tensor, x: Tensor, scales: Tensor | None, clip: float | None) -> tuple[Tensor, Tensor | None]:
-    """Fill ``q [M, K or more]`` (zeros behind K) from ``x [M, K]``; return the sum of each row, and the scales.
+def _rows(
+    x: Tensor,
+    q: Tensor | None,
+    scales: Tensor | None,
+    start: Tensor | None,
+    group: int,
+    offset: int,
+    clip: float | None,
+) -> _Quantize:
+    """Fill ``q [M, K or more]`` (zeros behind K) and ``start [M, groups]`` from ``x [M, K]`` with unit stride along K.
 
-    A float ``x`` is quantised; an int8 one is copied, or only summed if ``q`` is ``x``, and keeps its ``scales``.
+    A float ``x`` is quantised, and fills ``scales``; an int8 one is copied, or only summed if there is no ``q``.
     """
-    rows, K = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
-    sums = _new((rows,), torch.int32)
-    if x.dtype != torch.int8:
-        scales = _new((rows,), torch.float32)
-    args = _Quantize(
-        x.data_ptr(),
-        None if q.data_ptr() == x.data_ptr() else q.data_ptr(),
-        None if scales is None else scales.data_ptr(),
-        sums.data_ptr(),
-        rows,
-        K,
-        x.stride(0),
-        q.stride(0),
-        KINDS[x.dtype],
-        math.inf if clip is None else clip,
-    )
-    lib = library()
-    assert lib is not None
-    lib.lowgmm_quantize(ctypes.byref(args), _p(_parallel()), torch.get_num_threads())
-    return sums, scales
+    return _Quantize(
+        x=x.data_ptr(), q=_pointer(q), scales=_pointer(scales), start=_pointer(start),
+        rows=x.shape[0], K=x.shape[1], x_stride=x.stride(0), q_stride=0 if q is None else q.stride(0), group=group,
+        kind=KINDS[x.dtype], offset=offset, clip=math.inf if clip is None else clip,
+    )  # fmt: skip
+
+
+def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_Weights, Any]:
+    """The C description, and what has to stay alive while it is used. ``scales`` [E, N], or [E, N, k] in any layout."""
+    (E, N, K), expert, step = stand_in.shape, 0, 0
+    group = K
+    if scales is not None and scales.dim() == 3:
+        if scales.stride(1) != 1:  # the loops read neighbouring channels' scales as a vector
+            scales = channels_last(scales)
+        group = group_size(K, scales.shape[2])
+        expert, step = scales.stride(0), scales.stride(2)
+    elif scales is not None:
+        expert = N
+    bits = 8 if stand_in.dtype == torch.int8 else 4
+    return _Weights(packed.data_ptr(), _pointer(scales), expert, step, E, N, K, group, bits), scales
+
+
+def channels_last(scales: Tensor) -> Tensor:
+    """[E, N, k] with unit stride along N, as the loops read it."""
+    return scales.mT.contiguous().mT
 
 
 def gmm(
     out: Tensor,
     x: Tensor,
-    packed: Tensor,
+    weights: list[Tensor],
     scales_x: Tensor | None,
     scales_w: Tensor | None,
     offsets: Tensor,
     bias: Tensor | None,
     clip: float | None,
 ) -> None:
-    """Fill the rows of ``out [M, N]`` that belong to an expert; ``offsets [E+1]`` have been checked."""
-    K = x.shape[1]
-    ready = x.dtype == torch.int8 and K % K_STEP == 0 and x.stride(1) == 1
-    q = x if ready else _scratch(len(x), -(-K // K_STEP) * K_STEP)
-    sums, scales_x = _quantize_into(q, x, scales_x, clip)
+    """Fill ``out [M, N]``; ``weights``: stand-in [E, N, K] and packed part; ``offsets [E+1]`` have been checked."""
+    lib = library()
+    assert lib is not None
+    w, alive = _weights(weights[0], weights[1], scales_w)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    (M, K), pad = x.shape, lib.pad[w.bits]
+    start, q = _new((M, -(-K // w.group)), torch.int32), None
+    if x.dtype != torch.int8 or K % pad:  # rows a power of two apart would share a few sets of the cache
+        stride = -(-K // pad) * pad
+        stride = -(-stride // 64) * 64 + 64
+        q = _scratch(M * stride).view(M, stride)
+    if x.dtype != torch.int8:
+        scales_x = _new((M,), torch.float32)
     offsets = offsets.long().contiguous()
     bias = None if bias is None else bias.float().contiguous()
     args = _Gmm(
-        q.data_ptr(),
-        sums.data_ptr(),
-        None if scales_x is None else scales_x.data_ptr(),
-        packed.data_ptr(),
-        None if scales_w is None else scales_w.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        offsets.data_ptr(),
-        packed.shape[0],
-        out.shape[1],
-        K,
-        q.stride(0),
-        out.stride(0),
-        KINDS[out.dtype],
-    )
+        w=w, x=_rows(x, q, scales_x, start, w.group, lib.offset(w.bits), clip), bias=_pointer(bias),
+        out=out.data_ptr(), offsets=offsets.data_ptr(), out_stride=out.stride(0), out_kind=KINDS[out.dtype],
+    )  # fmt: skip
+    _run("lowgmm_gmm", args)
+    del alive
+
+
+def moe_ffn(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+) -> Tensor:
+    """The expert layer in one call: gate rows first, weights applied to the outputs, one scale per token."""
     lib = library()
     assert lib is not None
-    lib.lowgmm_gmm(ctypes.byref(args), _p(_parallel()), torch.get_num_threads())
+    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
+    out = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu")
+    T, A = ids.shape
+    up, keep_up = _weights(w13.operands[0], w13.operands[1], w13.scales)
+    down, keep_down = _weights(w2.operands[0], w2.operands[1], w2.scales)
+    biases = [None if w.bias is None else w.bias.float().contiguous() for w in (w13, w2)]
+    args = _Layer(
+        w13=up, w2=down, bias_w13=_pointer(biases[0]), bias_w2=_pointer(biases[1]),
+        hidden=hidden.data_ptr(), ids=ids.data_ptr(), topk_weights=weights.data_ptr(), out=out.data_ptr(),
+        T=T, A=A, hidden_stride=hidden.stride(0),
+        kind=KINDS[hidden.dtype], between=KINDS[torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32],
+        activation=ACTIVATIONS[spec.activation], ids_bytes=ids.element_size(),
+        alpha=spec.slope, limit=math.inf if spec.bound is None else spec.bound,
+        clip=math.inf if spec.clip is None else spec.clip,
+    )  # fmt: skip
+    scratch = _scratch(lib.call.lowgmm_layer_scratch(ctypes.byref(args), _i64(lib.index)))
+    args.scratch = scratch.data_ptr()
+    _run("lowgmm_layer", args)
+    del keep_up, keep_down
+    return out

@@ -1,0 +1,466 @@
+/* The C ABI: choice of the instruction set, and the task queues of quantise, gmm and the expert layer. */
+#include "lowgmm.h"
+#include <stddef.h>
+#include <string.h>
+#if defined(__x86_64__) || defined(__i386__)
+#define RELAX() __builtin_ia32_pause()
+#else
+#define RELAX() ((void)0)
+#endif
+#ifdef __unix__
+#include <sched.h>
+#else
+#define sched_yield() ((void)0)
+#endif
+
+enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000 };
+
+static const int64_t kind_bytes[] = {4, 2, 2, 4};
+
+/* ---- instruction sets ---------------------------------------------------------------------------------------------------- */
+
+/* Best first. */
+static const struct isa *const all[] = {
+#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef __linux__
+    &lowgmm_amx,
+#endif
+    &lowgmm_avx512vnni, &lowgmm_avxvnni, &lowgmm_avx2,
+#endif
+#if defined(__aarch64__) && defined(__GNUC__)
+    &lowgmm_neon,
+#endif
+    &lowgmm_scalar,
+};
+
+const char *lowgmm_isa_name(int64_t i)
+{
+    return i >= 0 && i < (int64_t)(sizeof all / sizeof *all) ? all[i]->name : NULL;
+}
+
+int lowgmm_isa_supported(int64_t i) { return all[i]->supported(); }
+
+void lowgmm_isa_layout(int64_t i, int32_t layout[4])
+{
+    layout[0] = all[i]->channels;
+    layout[1] = all[i]->unsigned8;
+    layout[2] = all[i]->pad8;
+    layout[3] = all[i]->pad4;
+}
+
+/* ---- shared -------------------------------------------------------------------------------------------------------------- */
+
+static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t take(int64_t *next, int64_t n) { return __atomic_fetch_add(next, n, __ATOMIC_RELAXED); }
+
+/* Until *count has grown to n: whoever is to count already runs, because tasks are handed out in order. */
+static void wait_for(const int64_t *count, int64_t n)
+{
+    for (int64_t spins = 0; __atomic_load_n(count, __ATOMIC_ACQUIRE) < n; ++spins) {
+        if (spins < SPINS) RELAX();
+        else sched_yield(); /* more threads than cores: let the other one finish */
+    }
+}
+
+/* Rows that a thread quantises at a time. */
+static int64_t at_a_time(int64_t rows, unsigned threads)
+{
+    return least(TOKENS_AT_A_TIME, ceil_div(rows > 0 ? rows : 1, threads ? threads : 1));
+}
+
+static void run(parallel_t parallel, unsigned threads, void (*work)(void *), void *data)
+{
+    if (parallel && threads > 1) parallel(work, data, threads, 0);
+    else work(data);
+}
+
+static int32_t offset_of(const struct isa *isa, const struct weights *w) { return w->bits == 4 ? 8 : isa->unsigned8 ? 128 : 0; }
+static int64_t groups_of(const struct weights *w) { return ceil_div(w->K, w->group); }
+
+/* Bytes of one block: `channels` output channels along all of (padded) K. */
+static int64_t block_bytes(const struct isa *isa, const struct weights *w)
+{
+    int64_t pad = w->bits == 4 ? isa->pad4 : isa->pad8;
+    return ceil_div(w->K, pad) * pad * isa->channels * w->bits / 8;
+}
+
+/* Rows of one expert, and where their results go. */
+struct rows {
+    const int8_t *q;
+    const int32_t *start;
+    const float *scales_x;
+    int64_t q_stride;
+    const int64_t *from; /* q, start and scales_x of row i are those at from[i], or at i if NULL */
+    char *out;           /* row out_first is its first */
+    int64_t out_first, out_stride; /* stride in bytes */
+    int32_t out_kind;
+};
+
+/* Rows first … first + count against block `block` of expert e; `next` is what this thread reads afterwards. `channel` is the
+ * block's first channel in out. */
+static void block_of(const struct isa *isa, const struct weights *w, const float *bias, const struct rows *x, int64_t e,
+                     int64_t first, int64_t count, int64_t block, const uint8_t *next, int64_t channel)
+{
+    const int64_t n = block * isa->channels, bytes = block_bytes(isa, w), groups = groups_of(w);
+    const int64_t step = w->bits == 4 ? 8 : 4, tiles = ceil_div(count, isa->rows);
+    struct tile t = {
+        .w = w->packed + (e * ceil_div(w->N, isa->channels) + block) * bytes,
+        .next = next,
+        .scales_w = w->scales ? w->scales + e * w->scale_expert + n : NULL,
+        .bias = bias ? bias + e * w->N + n : NULL,
+        .scale_group = w->scale_group,
+        .steps = bytes / (isa->channels * 4),
+        .channels = least(w->N - n, isa->channels),
+        .bits = (int32_t)w->bits,
+        .out_kind = x->out_kind,
+    };
+    t.group_steps = groups > 1 ? w->group / step : t.steps;
+    for (int64_t i = 0, row = 0; i < tiles; ++i) {
+        /* As even as possible: 16 rows are 6 + 5 + 5, not 7 + 7 + 2. */
+        int64_t rows = (count - row + (tiles - i) - 1) / (tiles - i);
+        t.quarter = i < 4 ? i : -1;
+        for (int64_t r = 0; r < rows; ++r, ++row) {
+            int64_t from = x->from ? x->from[first + row] : first + row;
+            t.x[r] = x->q + from * x->q_stride;
+            t.start[r] = x->start + from * groups;
+            t.scales_x[r] = x->scales_x ? x->scales_x[from] : 1.0f;
+            t.out[r] = x->out + (first + row - x->out_first) * x->out_stride + channel * kind_bytes[x->out_kind];
+        }
+        isa->tile(&t, (int)rows);
+    }
+}
+
+/* ---- quantise ------------------------------------------------------------------------------------------------------------ */
+
+struct quantize_job {
+    struct quantize args;
+    const struct isa *isa;
+};
+
+static void quantize_work(void *data)
+{
+    struct quantize_job *job = data;
+    for (;;) {
+        int64_t first = take(&job->args.next, TOKENS_AT_A_TIME);
+        if (first >= job->args.rows) return;
+        for (int64_t row = first; row < least(first + TOKENS_AT_A_TIME, job->args.rows); ++row)
+            job->isa->quantize(&job->args, row);
+    }
+}
+
+void lowgmm_quantize(const struct quantize *args, int64_t isa, parallel_t parallel, unsigned threads)
+{
+    struct quantize_job job = {*args, all[isa]};
+    job.args.next = 0;
+    run(parallel, args->rows > TOKENS_AT_A_TIME ? threads : 1, quantize_work, &job);
+}
+
+/* ---- gmm ----------------------------------------------------------------------------------------------------------------- */
+
+struct gmm_job {
+    struct gmm args;
+    const struct isa *isa;
+    int64_t rows_at_a_time, quantize_tasks; /* tickets start at -quantize_tasks */
+    int64_t quantized, next;
+};
+
+static void zero_rest(const struct gmm *a)
+{
+    const int64_t bytes = kind_bytes[a->out_kind];
+    for (int64_t m = a->offsets[a->w.E]; m < a->x.rows; ++m)
+        memset(a->out + m * a->out_stride * bytes, 0, (size_t)(a->w.N * bytes));
+}
+
+static void gmm_work(void *data)
+{
+    struct gmm_job *job = data;
+    const struct gmm *a = &job->args;
+    const struct isa *isa = job->isa;
+    const int64_t blocks = ceil_div(a->w.N, isa->channels), bytes = block_bytes(isa, &a->w);
+    const struct rows x = {
+        .q = a->x.q ? a->x.q : a->x.x, .start = a->x.start, .scales_x = a->x.scales,
+        .q_stride = a->x.q ? a->x.q_stride : a->x.x_stride, .out = a->out,
+        .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = (int32_t)a->out_kind,
+    };
+    /* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
+    int64_t passed = 0, e = 0, chunk = a->offsets[0], ticket = take(&job->next, 1);
+    for (; ticket < 0; ticket = take(&job->next, 1)) {
+        int64_t first = (ticket + job->quantize_tasks) * job->rows_at_a_time;
+        for (int64_t row = first; row < least(first + job->rows_at_a_time, a->x.rows); ++row) isa->quantize(&a->x, row);
+        if (ticket == -1) zero_rest(a);
+        __atomic_add_fetch(&job->quantized, 1, __ATOMIC_RELEASE);
+    }
+    wait_for(&job->quantized, job->quantize_tasks);
+    while (e < a->w.E) {
+        if (chunk >= a->offsets[e + 1]) {
+            ++e;
+            if (e < a->w.E) chunk = a->offsets[e];
+            continue;
+        }
+        if (ticket >= passed + blocks) {
+            passed += blocks;
+            chunk += ROW_CHUNK;
+            continue;
+        }
+        int64_t following = take(&job->next, 1), block = ticket - passed, count = least(ROW_CHUNK, a->offsets[e + 1] - chunk);
+        /* The next block, if it is this chunk's or (most often) the next expert's first; a wrong guess costs a fetch. */
+        int64_t last = a->w.E * blocks - 1, ahead = least(e * blocks + block + following - ticket, last);
+        block_of(isa, &a->w, a->bias, &x, e, chunk, count, block, a->w.packed + ahead * bytes, block * isa->channels);
+        ticket = following;
+    }
+}
+
+void lowgmm_gmm(const struct gmm *args, int64_t isa, parallel_t parallel, unsigned threads)
+{
+    struct gmm_job job = {.args = *args, .isa = all[isa]};
+    job.rows_at_a_time = at_a_time(args->x.rows, threads);
+    job.quantize_tasks = ceil_div(args->x.rows, job.rows_at_a_time);
+    job.next = -job.quantize_tasks;
+    run(parallel, threads, gmm_work, &job);
+}
+
+/* ---- the expert layer ---------------------------------------------------------------------------------------------------- */
+
+/* Sorted rows of one expert: at most ROW_CHUNK of them. */
+struct chunk {
+    int64_t expert, first, count;
+    int64_t gate_up_left;       /* blocks still to be multiplied */
+    int64_t ready;              /* 1 when its rows of h are quantised */
+};
+
+struct layer_job {
+    const struct layer *a;
+    const struct isa *isa;
+    struct gating gating;
+    int64_t H, I, E, R;         /* R: slots that have an expert */
+    int64_t fused;              /* gate and up blocks of the same channels are whole blocks of w13 */
+    int64_t chunks, quantize_tasks, tokens_at_a_time, gate_up_blocks, down_blocks, combine_tasks;
+    struct chunk *chunk;        /* [chunks] */
+    int64_t *position;          /* [T*A] slot -> sorted row, -1 without an expert */
+    int64_t *token;             /* [R] sorted row -> token */
+    int8_t *xq, *hq;            /* [T, H], [R, I], padded */
+    float *xs, *hs;
+    int32_t *x_start, *h_start;
+    char *h;                    /* [R, I] of a->between */
+    float *gate_up;             /* [R, 2I], unless fused */
+    char *y;                    /* [R, H] of a->between */
+    int64_t xq_stride, hq_stride;
+    int64_t quantized, down_done, next; /* counters that grow */
+};
+
+static int64_t padded_stride(const struct isa *isa, const struct weights *w)
+{
+    int64_t pad = w->bits == 4 ? isa->pad4 : isa->pad8;
+    return ceil_div(ceil_div(w->K, pad) * pad, 64) * 64 + 64; /* not a power of two, or all rows share a set of the cache */
+}
+
+/* Lay the scratch out; returns its size. With base NULL only the size is right. */
+static int64_t lay_out(struct layer_job *j, char *base)
+{
+    const struct layer *a = j->a;
+    const int64_t slots = a->T * a->A;
+    int64_t at = 0;
+#define PART(field, bytes) (j->field = base ? (void *)(base + at) : NULL, at += ceil_div((bytes), 64) * 64)
+    PART(chunk, (least(slots, j->E) + slots / ROW_CHUNK + 1) * (int64_t)sizeof(struct chunk));
+    PART(position, slots * 8);
+    PART(token, slots * 8);
+    PART(xs, a->T * 4);
+    PART(x_start, a->T * groups_of(&a->w13) * 4);
+    PART(hs, slots * 4);
+    PART(h_start, slots * groups_of(&a->w2) * 4);
+    PART(xq, a->T * j->xq_stride);
+    PART(hq, slots * j->hq_stride);
+    PART(h, slots * j->I * kind_bytes[a->between]);
+    PART(gate_up, j->fused ? 0 : slots * 2 * j->I * 4);
+    PART(y, slots * j->H * kind_bytes[a->between]);
+#undef PART
+    return at + (j->E + 1) * 8;
+}
+
+static void describe(struct layer_job *j, const struct layer *a, const struct isa *isa)
+{
+    memset(j, 0, sizeof *j);
+    j->a = a;
+    j->isa = isa;
+    j->gating = (struct gating){a->activation, a->between, a->alpha, a->limit};
+    j->E = a->w13.E;
+    j->H = a->w13.K;
+    j->I = a->w2.K;
+    j->fused = j->I % isa->channels == 0;
+    j->xq_stride = padded_stride(isa, &a->w13);
+    j->hq_stride = padded_stride(isa, &a->w2);
+}
+
+int64_t lowgmm_layer_scratch(const struct layer *a, int64_t isa)
+{
+    struct layer_job j;
+    describe(&j, a, all[isa]);
+    return lay_out(&j, NULL);
+}
+
+static int64_t expert_of(const struct layer *a, int64_t slot, int64_t E)
+{
+    int64_t e = a->ids_bytes == 8 ? ((const int64_t *)a->ids)[slot] : ((const int32_t *)a->ids)[slot];
+    return e >= 0 && e < E ? e : -1;
+}
+
+/* A stable counting sort of the slots by expert, as routing.py defines it, cut into chunks. */
+static void sort_slots(struct layer_job *j, int64_t *start)
+{
+    const struct layer *a = j->a;
+    const int64_t slots = a->T * a->A;
+    memset(start, 0, (size_t)(j->E + 1) * 8);
+    for (int64_t s = 0; s < slots; ++s) {
+        int64_t e = expert_of(a, s, j->E);
+        if (e >= 0) ++start[e + 1];
+    }
+    for (int64_t e = 0; e < j->E; ++e) {
+        for (int64_t first = 0; first < start[e + 1]; first += ROW_CHUNK)
+            j->chunk[j->chunks++] = (struct chunk){e, start[e] + first, least(ROW_CHUNK, start[e + 1] - first), 0, 0};
+        start[e + 1] += start[e];
+    }
+    j->R = start[j->E];
+    for (int64_t s = 0; s < slots; ++s) {
+        int64_t e = expert_of(a, s, j->E);
+        j->position[s] = e < 0 ? -1 : start[e]++;
+        if (e >= 0) j->token[j->position[s]] = s / a->A;
+    }
+}
+
+static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, const uint8_t *next)
+{
+    const struct layer *a = j->a;
+    const struct isa *isa = j->isa;
+    struct rows x = {j->xq, j->x_start, j->xs, j->xq_stride, j->token, NULL, 0, 0, F32};
+    if (!j->fused) {
+        x.out = (char *)j->gate_up;
+        x.out_stride = 2 * j->I * 4;
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, c->first, c->count, block, next, block * isa->channels);
+        return;
+    }
+    /* A few rows at a time, so that gate and up stay in the cache until the activation has combined them. */
+    enum { AT_A_TIME = 4 * 7 };
+    float gate[AT_A_TIME * MAX_CHANNELS], up[AT_A_TIME * MAX_CHANNELS];
+    const int64_t up_block = block + j->I / isa->channels, bytes = block_bytes(isa, &a->w13);
+    const int64_t whole = c->count <= AT_A_TIME ? c->count : AT_A_TIME;
+    const uint8_t *up_at = a->w13.packed + (c->expert * (2 * j->I / isa->channels) + up_block) * bytes;
+    x.out_stride = isa->channels * 4;
+    for (int64_t first = 0; first < c->count; first += whole) {
+        int64_t n = least(whole, c->count - first), row = c->first + first;
+        x.out_first = row;
+        x.out = (char *)gate;
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block, up_at, 0);
+        x.out = (char *)up;
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block, next, 0);
+        for (int64_t r = 0; r < n; ++r)
+            isa->activate(&j->gating, gate + r * isa->channels, up + r * isa->channels,
+                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], isa->channels);
+    }
+}
+
+/* Whoever multiplied the last block of a chunk quantises its rows: only now are their largest elements known. */
+static void finish_gate_up(struct layer_job *j, struct chunk *c)
+{
+    const struct layer *a = j->a;
+    if (__atomic_sub_fetch(&c->gate_up_left, 1, __ATOMIC_ACQ_REL)) return;
+    const struct quantize h = {
+        .x = j->h, .q = j->hq, .scales = j->hs, .start = j->h_start, .rows = j->R, .K = j->I, .x_stride = j->I,
+        .q_stride = j->hq_stride, .group = a->w2.group, .kind = a->between, .offset = offset_of(j->isa, &a->w2),
+        .clip = __builtin_inff(),
+    };
+    for (int64_t row = c->first; row < c->first + c->count; ++row) {
+        if (!j->fused) {
+            const float *gate_up = j->gate_up + row * 2 * j->I;
+            j->isa->activate(&j->gating, gate_up, gate_up + j->I, j->h + row * j->I * kind_bytes[a->between], j->I);
+        }
+        j->isa->quantize(&h, row);
+    }
+    __atomic_store_n(&c->ready, 1, __ATOMIC_RELEASE);
+}
+
+static void combine_task(struct layer_job *j, int64_t task)
+{
+    const struct layer *a = j->a;
+    for (int64_t t = task * j->tokens_at_a_time; t < least((task + 1) * j->tokens_at_a_time, a->T); ++t)
+        j->isa->combine((char *)a->out + t * j->H * kind_bytes[a->kind], a->kind, j->y, a->between, j->position + t * a->A,
+                        a->topk_weights + t * a->A, a->A, j->H);
+}
+
+/* Where the weights of a task start; anything readable for a task without weights. */
+static const uint8_t *weights_of(const struct layer_job *j, int64_t ticket)
+{
+    const struct layer *a = j->a;
+    const struct isa *isa = j->isa;
+    int64_t task = ticket - j->quantize_tasks, gate_up_tasks = j->chunks * j->gate_up_blocks;
+    if (task >= 0 && task < gate_up_tasks)
+        return a->w13.packed + (j->chunk[task / j->gate_up_blocks].expert * ceil_div(a->w13.N, isa->channels) +
+                                task % j->gate_up_blocks) * block_bytes(isa, &a->w13);
+    task -= gate_up_tasks;
+    if (task >= 0 && task < j->chunks * j->down_blocks)
+        return a->w2.packed + (j->chunk[task / j->down_blocks].expert * j->down_blocks + task % j->down_blocks) *
+                                  block_bytes(isa, &a->w2);
+    return a->w2.packed;
+}
+
+/* Tasks in order: quantise tokens; gate and up blocks, expert by expert; down blocks; combine. A task waits for those before it
+ * that it needs, all of which somebody already works on: the order that the GPU's queue has. */
+static void layer_work(void *data)
+{
+    struct layer_job *j = data;
+    const struct layer *a = j->a;
+    const struct isa *isa = j->isa;
+    const struct quantize x = {
+        .x = a->hidden, .q = j->xq, .scales = j->xs, .start = j->x_start, .rows = a->T, .K = j->H,
+        .x_stride = a->hidden_stride, .q_stride = j->xq_stride, .group = a->w13.group, .kind = a->kind,
+        .offset = offset_of(isa, &a->w13), .clip = a->clip,
+    };
+    const struct rows down = {j->hq, j->h_start, j->hs, j->hq_stride, NULL, j->y, 0, j->H * kind_bytes[a->between], a->between};
+    const int64_t gate_up_end = j->quantize_tasks + j->chunks * j->gate_up_blocks;
+    const int64_t down_tasks = j->chunks * j->down_blocks, down_end = gate_up_end + down_tasks;
+    int64_t ticket = take(&j->next, 1);
+    while (ticket < down_end + j->combine_tasks) {
+        int64_t following = take(&j->next, 1);
+        const uint8_t *next = weights_of(j, following);
+        if (ticket < j->quantize_tasks) {
+            int64_t first = ticket * j->tokens_at_a_time, end = least(first + j->tokens_at_a_time, a->T);
+            for (int64_t t = first; t < end; ++t) isa->quantize(&x, t);
+            __atomic_add_fetch(&j->quantized, 1, __ATOMIC_RELEASE);
+        } else if (ticket < gate_up_end) {
+            int64_t task = ticket - j->quantize_tasks;
+            struct chunk *c = &j->chunk[task / j->gate_up_blocks];
+            wait_for(&j->quantized, j->quantize_tasks);
+            gate_up_task(j, c, task % j->gate_up_blocks, next);
+            finish_gate_up(j, c);
+        } else if (ticket < down_end) {
+            int64_t task = ticket - gate_up_end, block = task % j->down_blocks;
+            const struct chunk *c = &j->chunk[task / j->down_blocks];
+            wait_for(&c->ready, 1);
+            block_of(isa, &a->w2, a->bias_w2, &down, c->expert, c->first, c->count, block, next, block * isa->channels);
+            __atomic_add_fetch(&j->down_done, 1, __ATOMIC_RELEASE);
+        } else {
+            wait_for(&j->down_done, down_tasks);
+            combine_task(j, ticket - down_end);
+        }
+        ticket = following;
+    }
+}
+
+void lowgmm_layer(const struct layer *a, int64_t isa, parallel_t parallel, unsigned threads)
+{
+    struct layer_job j;
+    describe(&j, a, all[isa]);
+    int64_t bytes = lay_out(&j, a->scratch);
+    sort_slots(&j, (int64_t *)(a->scratch + bytes - (j.E + 1) * 8));
+    j.tokens_at_a_time = at_a_time(a->T, threads);
+    j.quantize_tasks = j.combine_tasks = ceil_div(a->T, j.tokens_at_a_time);
+    j.gate_up_blocks = j.fused ? j.I / j.isa->channels : ceil_div(2 * j.I, j.isa->channels);
+    j.down_blocks = ceil_div(j.H, j.isa->channels);
+    for (int64_t c = 0; c < j.chunks; ++c) j.chunk[c].gate_up_left = j.gate_up_blocks;
+    run(parallel, threads, layer_work, &j);
+}
+
+int64_t lowgmm_layout(void)
+{
+    return (int64_t)(sizeof(struct quantize) << 40 | sizeof(struct gmm) << 20 | sizeof(struct layer));
+}

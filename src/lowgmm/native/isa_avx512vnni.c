@@ -1,0 +1,154 @@
+/* AVX512-VNNI: tiles of 7 rows by 64 channels fill the 32 registers (28 sums, 4 of weights; rows come as broadcast operands). */
+#if defined(__x86_64__) && defined(__GNUC__)
+#define TARGET __attribute__((target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,prefer-vector-width=512")))
+enum { CHANNELS = 64 };
+#include "rows.h"
+#include <immintrin.h>
+
+enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 4096 };
+
+static int supported(void)
+{
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+}
+
+/* acc + w · x, the same four bytes of x for each of the 16 channels. The broadcast is an operand from memory: GCC would rather spend
+ * a register on it, of which 28 sums and 4 vectors of weights leave none. */
+FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
+{
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+    int32_t four; /* sanitizers do not see what assembly reads */
+    memcpy(&four, x, 4);
+    return _mm512_dpbusd_epi32(acc, w, _mm512_set1_epi32(four));
+#else
+    typedef struct __attribute__((packed, may_alias)) { int32_t four; } bytes;
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(acc) : "v"(w), "m"(*(const bytes *)x));
+    return acc;
+#endif
+}
+
+/* What to fetch at each step. Few rows: the stream itself, a little ahead, and on to the next block at its end, so that none starts
+ * by waiting for memory. Many rows: the next block, into L2; four tiles fetch the four cache lines of each step.
+ *
+ * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
+#define FETCH()                                                                                                                \
+    if (rows <= FEW) {                                                                                                         \
+        if (step == turn) ahead = t->next - AHEAD - step * STEP;                                                               \
+        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)ahead + AHEAD + step * STEP + 64 * c, _MM_HINT_T0);       \
+    } else {                                                                                                                   \
+        _mm_prefetch((const char *)ahead + step * STEP, _MM_HINT_T1);                                                          \
+    }
+#define START(from)                                                                                                            \
+    _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                                                     \
+        _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_set1_epi32(from)
+
+/* Where prefetching starts, and the step from which it goes on in the next block. */
+#define PLAN()                                                                                                                 \
+    const uint8_t *ahead = rows <= FEW ? t->w : t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                              \
+    const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
+    (void)turn
+
+FN void dot8(const struct tile *t, union sums *s, const int rows)
+{
+    __m512i acc[ROWS][COLUMNS];
+    START(t->start[r][0]);
+    PLAN();
+    const int64_t steps = t->steps;
+    const uint8_t *w = t->w;
+    const int8_t *x[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) x[r] = t->x[r];
+    for (int64_t step = 0; step < steps; ++step, w += STEP) {
+        FETCH();
+        __m512i b[COLUMNS];
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; ++c) b[c] = _mm512_loadu_si512(w + 64 * c);
+#pragma GCC unroll 8
+        for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c) acc[r][c] = dot_at(acc[r][c], b[c], x[r] + 4 * step);
+        }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; ++c) _mm512_storeu_si512(&s->i[r][16 * c], acc[r][c]);
+}
+
+FN __m512 scales_at(const struct tile *t, const float *scales, int c)
+{
+    if (t->channels >= CHANNELS) return _mm512_loadu_ps(scales + 16 * c); /* masked accesses are many times slower on Zen 4 */
+    int64_t left = t->channels - 16 * c;
+    return _mm512_maskz_loadu_ps(left >= 16 ? 0xffff : left <= 0 ? 0 : (__mmask16)((1u << left) - 1), scales + 16 * c);
+}
+
+FN void dot4(const struct tile *t, union sums *s, const int rows)
+{
+    const int one_group = t->steps <= t->group_steps;
+    const __m512i low = _mm512_set1_epi8(15);
+    PLAN();
+    const int64_t steps = t->steps, group_steps = t->group_steps;
+    const uint8_t *w = t->w;
+    const int8_t *x[ROWS];
+#pragma GCC unroll 8
+    for (int r = 0; r < rows; ++r) x[r] = t->x[r];
+    for (int64_t group = 0, step = 0; step < steps; ++group) {
+        const int64_t end = step + group_steps < steps ? step + group_steps : steps;
+        const float *scales = t->scales_w + group * t->scale_group;
+        if (!one_group)
+            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(scales + 4 * t->scale_group + 16 * c), _MM_HINT_T0);
+        __m512i acc[ROWS][COLUMNS];
+        START(t->start[r][group]);
+        for (; step < end; ++step, w += STEP) {
+            FETCH();
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c) {
+                __m512i first = _mm512_and_si512(_mm512_loadu_si512(w + 64 * c), low);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) acc[r][c] = dot_at(acc[r][c], first, x[r] + 8 * step);
+            }
+#pragma GCC unroll 4
+            for (int c = 0; c < COLUMNS; ++c) {
+                __m512i second = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + 64 * c), 4), low);
+#pragma GCC unroll 8
+                for (int r = 0; r < rows; ++r) acc[r][c] = dot_at(acc[r][c], second, x[r] + 8 * step + 4);
+            }
+        }
+        if (one_group) {
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 4
+                for (int c = 0; c < COLUMNS; ++c) _mm512_storeu_si512(&s->i[r][16 * c], acc[r][c]);
+            return;
+        }
+#pragma GCC unroll 4
+        for (int c = 0; c < COLUMNS; ++c) {
+            const __m512 scale = scales_at(t, scales, c);
+#pragma GCC unroll 8
+            for (int r = 0; r < rows; ++r) {
+                __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(acc[r][c]), scale);
+                if (group) v = _mm512_add_ps(_mm512_loadu_ps(&s->f[r][16 * c]), v);
+                _mm512_storeu_ps(&s->f[r][16 * c], v);
+            }
+        }
+    }
+}
+
+#define CASE(n) case n: bits == 8 ? dot8(t, &s, n) : dot4(t, &s, n); break;
+FN void tile_of(const struct tile *t, int rows, const int bits)
+{
+    union sums s;
+    switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
+    store_tile(t, rows, &s);
+}
+
+TARGET static void tile8(const struct tile *t, int rows) { tile_of(t, rows, 8); }
+TARGET static void tile4(const struct tile *t, int rows) { tile_of(t, rows, 4); }
+static void tile(const struct tile *t, int rows) { t->bits == 8 ? tile8(t, rows) : tile4(t, rows); }
+
+const struct isa lowgmm_avx512vnni = {
+    "avx512vnni", supported, CHANNELS, ROWS, 1, 4, 8, tile, quantize_row, activate_row, combine_row,
+};
+#endif

@@ -1,0 +1,198 @@
+"""The CPU backend's native code: every instruction set to the bit, sanitizers, threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import lowgmm
+from lowgmm import cpu, native
+from lowgmm.shapes import UnsupportedError
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "src/lowgmm/native").glob("*.c"))
+DRIVER = ROOT / "tests/native_driver.c"
+needs_native = pytest.mark.skipif(native.library() is None, reason="the native code was not built or cannot run here")
+
+
+def build(compiler: str, to: Path, *flags: str) -> None:
+    """The driver with AMX emulated and AVX-VNNI in AVX512VL's encoding, so that one CPU runs every loop."""
+    command = [compiler, "-std=gnu11", "-g", "-Wall", "-Wextra", "-Werror", "-ffp-contract=off", *flags]
+    command += ["-DLOWGMM_EMULATE_AMX", "-DLOWGMM_AVXVNNI_AS_VL", f"-I{SOURCES[0].parent}"]
+    subprocess.run([*command, *map(str, SOURCES), str(DRIVER), "-lpthread", "-lm", "-o", str(to)], check=True)
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers(sanitizer: str, tmp_path: Path) -> None:
+    """Memory errors, undefined behaviour, data races; every instruction set against plain loops, threads included."""
+    build("gcc", tmp_path / "driver", "-O0", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    run = subprocess.run([tmp_path / "driver"], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert run.stdout.split("\n")[-2] == "scalar"
+
+
+ARM, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+
+
+@pytest.mark.skipif(shutil.which(ARM) is None, reason=f"needs {ARM}")
+def test_arm(tmp_path: Path) -> None:
+    """The NEON loops compile, and give the right bits where an emulator can run them."""
+    build(ARM, tmp_path / "driver", "-O2", "-static")
+    if shutil.which(EMULATOR) is not None:
+        command = [EMULATOR, "-cpu", "max", str(tmp_path / "driver")]
+        run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert (run.returncode, run.stdout) == (0, "neon\nscalar\n"), run.stderr
+
+
+PROBE = """
+import sys, torch, lowgmm
+from lowgmm import cpu
+torch.manual_seed(0)
+found = {}
+for name in ("int8", "int4", "int4_g32", "int4_g64", "int4_g128"):
+    w13, w2 = lowgmm.quantize(torch.randn(5, 128, 202), name), lowgmm.quantize(torch.randn(5, 202, 64), name)
+    packed = [cpu.pack(w) for w in (w13, w2)]
+    assert torch.equal(packed[0].plain(), w13.plain())
+    sizes = torch.tensor([1, 0, 30, 6, 9])
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x = torch.randn(46, 202).to(dtype)
+        y = lowgmm.gmm(x, packed[0], expert_sizes=sizes)
+        assert torch.equal(y, lowgmm.gmm(x, w13, expert_sizes=sizes))
+        for act in ("silu", "gelu", "relu2", "none", "swiglu_oai"):
+            layer = lowgmm.moe_ffn(x, *packed, torch.randint(-1, 5, (46, 2)), torch.rand(46, 2), activation=act)
+            found[name, dtype, act] = layer
+        found[name, dtype] = y
+torch.save(found, sys.argv[1])
+"""
+
+
+def forced(isa: str, *command: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LOWGMM_CPU_ISA": isa}
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, env=environment, check=False)
+
+
+@needs_native
+def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
+    """gmm as plain torch computes it, and the whole layer as the first of them; in processes of their own."""
+    lib = native.library()
+    assert lib is not None
+    usable = [name for name, (_, supported) in native._instruction_sets(lib.call).items() if supported]
+    assert {"scalar", lib.name} <= set(usable)
+    results = []
+    for isa in usable:
+        run = forced(isa, "-c", PROBE, str(tmp_path / isa))
+        assert run.returncode == 0, run.stderr
+        results.append(torch.load(tmp_path / isa, weights_only=False))
+    for other in results[1:]:
+        assert all(torch.equal(results[0][key], other[key]) for key in results[0])
+
+
+@needs_native
+def test_an_instruction_set_that_is_not_there_is_refused() -> None:
+    run = forced("sve", "-c", "from lowgmm import native; native.library()")
+    assert f"{UnsupportedError.__name__}: LOWGMM_CPU_ISA=sve: this CPU and build have" in run.stderr
+
+
+def layer(name: str = "int8") -> tuple[torch.nn.Module, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    experts = lowgmm.MoEExperts.from_dense(torch.randn(8, 256, 512) / 20, torch.randn(8, 512, 128) / 10, name)
+    return experts, (torch.randn(33, 512), torch.randint(0, 8, (33, 3)), torch.rand(33, 3))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
+    experts, inputs = layer(name)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3, 8):  # 8: more than the cores of a small machine, so threads must give way
+            torch.set_num_threads(threads)
+            results += [experts(*inputs) for _ in range(5)]
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["int8", "int4_g64"])
+def test_python_threads_at_once(name: str) -> None:
+    """Each caller has scratch of its own; results are those of one caller."""
+    experts, inputs = layer(name)
+    shifted = [(x.roll(i, 0), ids.roll(i, 0), weights.roll(i, 0)) for i in range(4) for x, ids, weights in [inputs]]
+    expected, wrong = [experts(*arguments) for arguments in shifted], []
+
+    def work(i: int) -> None:
+        for _ in range(30):
+            if not torch.equal(experts(*shifted[i]), expected[i]):
+                wrong.append(i)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+@needs_native
+def test_the_gil_is_released() -> None:
+    """Another Python thread counts on while one native call runs."""
+    w = cpu.pack(lowgmm.quantize(torch.randn(4, 1024, 1024), "int8"))
+    x, sizes = torch.randn(8192, 1024), torch.full((4,), 2048)
+    counted, running = [0], [True]
+
+    def count() -> None:
+        while running[0]:
+            counted[0] += 1
+            time.sleep(0)
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    original, during = native._run, []
+
+    def run(*args) -> None:
+        before = counted[0]
+        original(*args)
+        during.append(counted[0] - before)
+
+    try:
+        native._run = run
+        lowgmm.gmm(x, w, expert_sizes=sizes)
+    finally:
+        native._run = original
+        running[0] = False
+        thread.join()
+    assert max(during) > 10
+
+
+ONE_CORE = """
+import os
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import torch, lowgmm
+torch.set_num_threads(2)
+torch.randn(1 << 20).sum()
+pool = len(os.listdir("/proc/self/task"))
+experts = lowgmm.MoEExperts.from_dense(torch.randn(8, 256, 512), torch.randn(8, 512, 128), "int8")
+for _ in range(20):
+    experts(torch.randn(9, 512), torch.randint(0, 8, (9, 3)), torch.rand(9, 3))
+threads = os.listdir("/proc/self/task")
+print(len(threads) - pool, {len(os.sched_getaffinity(int(t))) for t in threads})
+"""
+
+
+@needs_native
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_affinity_and_no_second_pool() -> None:
+    """Two threads on one core finish; every thread keeps to that core; and none was added to torch's pool."""
+    run = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, timeout=120, check=True)
+    assert run.stdout == "0 {1}\n"
