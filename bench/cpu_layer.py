@@ -5,7 +5,7 @@
 
 Every call has new expert ids, and the weights are several times the cache. Rivals take turns, call by call, and ratios
 are medians over the turns; so are shares of the read loop, which takes its turn too. Each rival's first output is
-checked against the fp64 oracle. ggml runs in a process of its own (bench/ggml_experts.cpp, which checks itself) right behind
+checked against the fp64 oracle. ggml runs in a process of its own (bench/ggml_experts.cpp, which checks itself) behind
 each shape. ROOT is its source folder (with include/) and BUILD the folder with its static libraries, as the
 llama-cpp-python source package holds and builds them. Run it on a quiet machine.
 """
