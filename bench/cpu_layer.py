@@ -3,11 +3,11 @@
     python bench/cpu_layer.py --output bench/results/cpu_layer.jsonl            or: make bench-cpu
     python bench/cpu_layer.py --shapes olmoe-1b-7b --tokens 1,4 --ggml ROOT BUILD ...
 
-Every call has new expert ids, and the weights are several times the cache. Rivals take turns, call by call, and ratios
-are medians over the turns; so are shares of the read loop, which takes its turn too. Each rival's first output is
-checked against the fp64 oracle. ggml runs in a process of its own (bench/ggml_experts.cpp, which checks itself) behind
-each shape. ROOT is its source folder (with include/) and BUILD the folder with its static libraries, as the
-llama-cpp-python source package holds and builds them. Run it on a quiet machine.
+Every call has new expert ids, and the weights are several times the cache. Rivals take turns, and ratios are medians
+over the turns; so are shares of the read loop, which takes its turn too. Each rival's first output is checked against
+the fp64 oracle. ggml runs in a process of its own (bench/ggml_experts.cpp, which checks itself) right behind each
+shape. ROOT is its source folder (with include/) and BUILD the folder with its static libraries, as the llama-cpp-python
+source package holds and builds them. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ HERE = Path(__file__).parent
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "olmoe-1b-7b": (64, 8, 2048, 1024)}
 """E, A, H, I."""
 FORMATS = ("int8", "int4", "int4_g128")
+BURST = 3
+"""Calls of a rival in one turn, of which the last counts: as in a model, its code is warm and its weights are not."""
 GGML = (("q8_0", "plain"), ("q4_K", "plain"), ("q4_K", "repack"), ("q4_0", "repack"))
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -121,22 +123,25 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
     share: dict[str, list[float]] = {f: [] for f in FORMATS}
     reads, hits, stop = [], [], time.perf_counter() + seconds
     while len(reads) < 5 or time.perf_counter() < stop:
-        ids = draw()
+        draws = [draw() for _ in range(BURST)]
         reads.append(limits.read())
-        hits.append(len(ids.unique()))
+        hits.append(len(draws[-1].unique()))
         for rival, (call,) in calls.items():
-            start = time.perf_counter()
-            call(x, ids, weights)
-            times[rival].append(time.perf_counter() - start)
-        offsets = torch.nn.functional.pad(torch.bincount(ids.view(-1), minlength=E).cumsum(0), (1, 0)).int()
-        rows = x[ids.view(-1).argsort(stable=True) // A]
-        for f in FORMATS:  # the first product alone, its weights evicted by the rivals' calls
-            limits.read()
-            start = time.perf_counter()
-            lowgmm.gmm(rows, packed[f][0], expert_offsets=offsets)
-            gemm[f].append(time.perf_counter() - start)
+            for ids in draws:
+                start = time.perf_counter()
+                call(x, ids, weights)
+                last = time.perf_counter() - start
+            times[rival].append(last)
+        for f in FORMATS:  # the first product alone
+            for ids in draws:
+                offsets = torch.nn.functional.pad(torch.bincount(ids.view(-1), minlength=E).cumsum(0), (1, 0)).int()
+                rows = x[ids.view(-1).argsort(stable=True) // A]
+                start = time.perf_counter()
+                lowgmm.gmm(rows, packed[f][0], expert_offsets=offsets)
+                last = time.perf_counter() - start
+            gemm[f].append(last)
             size = hits[-1] * 2 * I * (H * get_format(f).bits / 8 + 4 * get_format(f).blocks(H))
-            share[f].append(size / gemm[f][-1] / reads[-1])
+            share[f].append(size / last / reads[-1])
     middle = statistics.median
     line["turns"], line["experts_hit"], line["read_gb_per_s"] = len(reads), middle(hits), middle(reads) / 1e9
     line["layer_us"] = {rival: middle(t) * 1e6 for rival, t in times.items()}
