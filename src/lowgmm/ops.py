@@ -75,6 +75,11 @@ def plain(*tensors: Tensor | None) -> bool:
 ORDINARY = (Tensor, torch.nn.Parameter)
 
 
+def signature(*tensors: Tensor | None) -> Signature:
+    """All that a check can ask of tensors without looking into them."""
+    return tuple([None if t is None else (t.shape, t.dtype, t.device) for t in tensors])
+
+
 def _check_once(
     input: Tensor,
     weights: list[Tensor],
@@ -90,9 +95,14 @@ def _check_once(
     """``check_gmm``, but of what depends only on shapes, dtypes and devices once: a signature that passed passes."""
     if type(input) is not Tensor:  # a fake tensor: its sizes may be symbols
         return check_gmm(input, weights, scales_x, scales_w, offsets, bias, clip, impl, out_dtype, output)
-    tensors = (input, *weights[:2], weights[-1], scales_x, scales_w, offsets, bias, output)
-    seen = [None if t is None else (t.shape, t.dtype, t.device) for t in tensors]
-    key = (*seen, len(weights), clip, impl, out_dtype, None if output is None else output.stride())
+    key = (
+        *signature(input, *weights, scales_x, scales_w, offsets, bias, output),
+        len(weights),
+        clip,
+        impl,
+        out_dtype,
+        None if output is None else output.stride(),
+    )
     shape = _accepted.get(key)
     if shape is None:
         shape = check_gmm(input, weights, scales_x, scales_w, offsets, bias, clip, impl, out_dtype, output)

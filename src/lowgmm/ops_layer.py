@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensor
 
 from lowgmm import ops
 from lowgmm.layer import LayerSpec, Weights
-from lowgmm.ops import TAGS, check_interpreter, library, on_device, register
+from lowgmm.ops import MAX_ACCEPTED, TAGS, Signature, check_interpreter, library, on_device, register
 from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem, pick, supports
 from lowgmm.routing import Router, check_router, check_routing, route, select_experts
 from lowgmm.shapes import UnsupportedError
@@ -56,7 +56,7 @@ def _moe_ffn(
 ) -> Tensor:
     spec = LayerSpec(activation, gate_up, alpha, limit, weight_on_input, requantize, clip)
     up, down = Weights(w13, scales_w13, bias_w13), Weights(w2, scales_w2, bias_w2)
-    sizes = check_moe(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
+    sizes = _check_once(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
     if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
         return hidden.new_zeros(hidden.shape)
     up, down = (
@@ -98,6 +98,35 @@ def _moe_ffn(
     return compose.moe_ffn(
         *arguments, gmm, lambda x, fmt, clip: torch.ops.lowgmm.quantize_tokens(x, fmt.name, clip, impl)
     )
+
+
+_accepted: dict[Signature, dict[str, int]] = {}
+"""Signatures of calls that passed every check, and their sizes."""
+
+
+def _check_once(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+    scales_h: Tensor | None,
+    impl: str,
+) -> dict[str, int]:
+    """``check_moe``, once per signature: it takes tens of µs, and a decode step has a call for each of its layers."""
+    arguments = (hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, impl)
+    if type(hidden) is not Tensor:  # a fake tensor: its sizes may be symbols
+        return check_moe(*arguments)
+    tensors = (hidden, *w13.operands, w13.scales, w13.bias, *w2.operands, w2.scales, w2.bias)
+    key = (*ops.signature(*tensors, topk_ids, topk_weights, scales_h), len(w13.operands), spec, impl)
+    sizes = _accepted.get(key)
+    if sizes is None:
+        sizes = check_moe(*arguments)
+        if len(_accepted) >= MAX_ACCEPTED:
+            _accepted.clear()
+        _accepted[key] = sizes
+    return sizes
 
 
 def _layer_config(
