@@ -186,7 +186,7 @@ def test_scales_of_any_layout_reach_the_kernels_the_same(device: torch.device):
     expected = call(o)
     assert o.scales_x is not None
     assert o.scales_w is not None
-    assert ops._row(o.scales_x, (12,)) is o.scales_x
+    assert ops.flat_scales(o.scales_x, (12,)) is o.scales_x
     for sx, sw in (
         (o.scales_x[:, None], o.scales_w[:, :, None]),
         (o.scales_x.double().float().repeat_interleave(2)[::2], o.scales_w.T.contiguous().T),
