@@ -195,7 +195,7 @@ def route(
             logits, bias, top_k, scoring, renormalize, num_groups, topk_groups, scale, impl
         )
         num_experts = logits.shape[1]
-    elif topk_ids is None or num_experts is None:
+    elif topk_ids is None or num_experts is None or top_k is not None or bias is not None:
         raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
     order, inverse, offsets = torch.ops.lowgmm.route(topk_ids, num_experts, impl)
     chosen = None if weights is None else topk_ids
