@@ -254,6 +254,7 @@ def test_a_configuration_survives_its_string(config: str) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not a configuration": ("16x32x64", {}, "is not a layer configuration"),
     "a launch of gmm's": ("grid-16-32x64-32x64-4w2s3t", {}, "is not a layer configuration"),
+    "no programs": ("queue-16-32x64-32x64-4w2s0p", {}, "is not a layer configuration"),
     "a tile of 24": ("queue-24-32x64-32x64-4w2s3t", {}, "powers of two"),
     "direct for six tokens": (DIRECT[0], {}, "one token"),
     "gmm with a scale per group": ("gmm", {"requantize": "group128"}, "one scale per row"),
