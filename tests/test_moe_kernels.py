@@ -108,6 +108,15 @@ def test_launches_agree_bit_by_bit(format: str) -> None:
     assert torch.equal(single.view(torch.int16), first[:1])
 
 
+@pytest.mark.parametrize("tokens", [6, 1])
+def test_launches_agree_with_one_expert_per_token(tokens: int) -> None:
+    """Where no sum over slots follows, an expert's output is rounded all the same before its weight is applied."""
+    args = make("int8", torch.bfloat16, torch.tensor(IDS)[:tokens, :1], 4, DEVICE, (tokens, 64, 96))
+    configs = LAUNCHES if tokens > 1 else {**LAUNCHES, **{text: text for text in DIRECT}}
+    first, *others = as_bits(configs, args)
+    assert all(torch.equal(other, first) for other in others)
+
+
 @pytest.mark.parametrize("launch", ["queue", "split"])
 def test_a_token_does_not_depend_on_the_others(launch: str) -> None:
     """Nor on their order: its rows are quantised and summed alone, and its slots are added in slot order."""
