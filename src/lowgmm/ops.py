@@ -101,7 +101,7 @@ def _check_once(
         _accepted[key] = shape
     elif output is not None:
         check_no_overlap(
-            "gmm", output, input=input, weights=weights[0], scales_x=scales_x, scales_w=scales_w, bias=bias
+            "gmm", output, input=input, weights=weights[-1], scales_x=scales_x, scales_w=scales_w, bias=bias
         )
     return shape
 
