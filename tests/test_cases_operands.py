@@ -175,6 +175,18 @@ def test_a29_bias_of_any_layout(backend: Backend, generator: torch.Generator) ->
         assert torch.equal(lowgmm.gmm(*args, bias=LAYOUTS[name](bias), **run), expected), name
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a29_offsets_of_any_layout(backend: Backend, dtype: torch.dtype) -> None:
+    """The kernels read offsets side by side: a column of a table of them gave other experts' rows."""
+    o = make_operands([4, 0, 7], 32, 64, "int8", device=backend.device)
+    run = {"impl": backend.impl, "config": tile(backend)}
+    offsets = o.offsets.to(dtype)
+    expected = lowgmm.gmm(o.x, o.weights, o.scales_x, None, offsets, **run)
+    for name in ("strided", "inside a larger buffer"):
+        assert torch.equal(lowgmm.gmm(o.x, o.weights, o.scales_x, None, LAYOUTS[name](offsets), **run), expected), name
+
+
 # ---- A30: transposed, sliced and unaligned operands ------------------------------------------------------------------
 
 

@@ -167,6 +167,9 @@ def test_bars(changes: dict[str, float], named: list[str]):
         pytest.param(["demo", "--json", "no/such/folder/a.json"], "does not exist", id="json folder"),
         pytest.param(["explain", "--rows", "1,-2"], "is not a number of rows", id="rows"),
         pytest.param(["explain", "--format", "int3"], "invalid choice: 'int3'", id="format"),
+        pytest.param(
+            ["tune", "--dry-run", "--format", "int8,int4"], "'int4' is not one of int8, fp8, bf16", id="no kernels"
+        ),
         pytest.param(["frobnicate"], "invalid choice: 'frobnicate'", id="command"),
     ],
 )
@@ -192,6 +195,9 @@ def test_a_missing_gpu_is_a_usage_error(capsys):
             ["explain", "--machine", "h200", "--experts", "2", "--rows", "1,2,3"], "rows has 3 numbers", id="rows"
         ),
         pytest.param(["explain", "--machine", "h200", "--config", "big"], "not a tile configuration", id="config"),
+        pytest.param(
+            ["explain", "--machine", "h200", "--config", "0x64x64-grid-4w2s"], "not a tile configuration", id="no rows"
+        ),
         pytest.param(["explain", "--format", "fp32"], "no rate for 'fp32'", id="a rate nobody knows"),
         pytest.param(["demo", "--device", "cpu", "--model", "no/such/model"], "no checkpoint in", id="model"),
     ],

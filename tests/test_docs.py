@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 
 import pytest
+
+import lowgmm
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -43,6 +46,16 @@ def test_links_lead_somewhere(document: Path):
 
 def test_readme_lists_every_module():
     assert undocumented((ROOT / "README.md").read_text(encoding="utf-8"), ROOT / "src" / "lowgmm") == set()
+
+
+def test_readme_has_the_signature_of_gmm():
+    shown = re.search(r"^    gmm\((.*?)\)$", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    assert shown is not None
+    parameters = inspect.signature(lowgmm.gmm).parameters.values()
+    starred = [p.kind is p.KEYWORD_ONLY for p in parameters].index(True)
+    written = [p.name if p.default is p.empty else f"{p.name}={p.default!r}".replace("'", '"') for p in parameters]
+    written.insert(starred, "*")
+    assert re.split(r",\s*", shown[1]) == written
 
 
 def test_the_checks_can_fail(tmp_path: Path):

@@ -175,6 +175,7 @@ def test_explicit_requests_do_not_fall_back(device: torch.device) -> None:
         ("cpu", {"config": "16x32x64-grid-4w2s"}, "config chooses a GPU tile"),
         ("cpu", {"impl": "cuda"}, "impl 'cuda' is not one of"),
         (device.type, {"impl": "triton", "config": "huge"}, "not a tile configuration"),
+        (device.type, {"impl": "triton", "config": "16x32x64-persistent0-4w2s"}, "not a tile configuration"),
         (device.type, {"impl": "triton", "config": "24x32x64-grid-4w2s"}, "powers of two"),
         (device.type, {"impl": "triton", "config": "256x256x256-grid-8w4s"}, "bytes of shared memory"),
     ):

@@ -1,4 +1,4 @@
-"""What ``hopper_mm`` hands to its kernel; the kernel itself needs a Hopper GPU (``test_hopper.py``)."""
+"""What ``hopper_mm`` and ``grouped_mm`` hand to their kernels; the first needs a Hopper GPU (``test_hopper.py``)."""
 
 from __future__ import annotations
 
@@ -42,3 +42,20 @@ def test_the_launch_names_every_parameter_once_and_its_key_can_be_kept(monkeypat
                 programs == 3 + 4
             )  # ⌊205 / 64⌋ full row tiles, a partial one per group (rows behind the last too), one column
     assert len(keys) == 6
+
+
+def test_every_compile_time_value_of_the_portable_kernel_belongs_to_its_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``fast_accum`` is in no configuration: without it in the key, a call got the kernel of the other choice."""
+    from lowgmm.kernels import grouped_mm
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(grouped_mm, "_launch", lambda *arguments, **options: seen.append(arguments))
+    config, o = TileConfig.parse("16x64x128-swap-queue2-4w3s"), make_operands([5, 0, 20], 96, 128, "fp8")
+    y = torch.empty(25, 96, dtype=torch.bfloat16)
+    for fast_accum in (False, True):
+        grouped_mm.grouped_mm(y, o.x, o.w, o.scales_x, o.scales_w, o.offsets, None, config, fast_accum=fast_accum)
+    (_, careful, _, first), (_, fast, _, second) = seen
+    names = grouped_mm.grouped_mm_kernel.arg_names
+    given = [dict(zip(names, arguments, strict=True))["PROMOTE"] for arguments in (first, second)]
+    assert given == [128, 0]
+    assert careful != fast

@@ -202,3 +202,16 @@ def test_a_gpu_refuses(fmt: QuantFormat) -> None:
     sizes = torch.tensor([3, 1], device="cuda")
     with pytest.raises(UnsupportedError, match="not supported on cuda yet"):
         lowgmm.gmm(torch.randn(4, 64, device="cuda"), q, expert_sizes=sizes)
+
+
+def test_an_output_over_the_weights_is_refused() -> None:
+    """The values are what matters, not the stand-in that carries their shape."""
+    w, offsets, apart = lowgmm.quantize(torch.randn(2, 16, 64), "int4"), torch.tensor([0, 2, 4]), torch.empty(4, 16)
+    assert w.values is not None
+    over = w.values.view(-1)[: 4 * 16 * 4].view(torch.float32).view(4, 16)
+    for output in (over, apart, over):  # also at the second call of a signature, whose other checks are remembered
+        if output is apart:
+            lowgmm.gmm(torch.ones(4, 64), w, expert_offsets=offsets, output=output)
+        else:
+            with pytest.raises(ShapeError, match="overlaps 'weights'"):
+                lowgmm.gmm(torch.ones(4, 64), w, expert_offsets=offsets, output=output)

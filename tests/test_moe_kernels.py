@@ -108,6 +108,15 @@ def test_launches_agree_bit_by_bit(format: str) -> None:
     assert torch.equal(single.view(torch.int16), first[:1])
 
 
+@pytest.mark.parametrize("tokens", [6, 1])
+def test_launches_agree_with_one_expert_per_token(tokens: int) -> None:
+    """Where no sum over slots follows, an expert's output is rounded all the same before its weight is applied."""
+    args = make("int8", torch.bfloat16, torch.tensor(IDS)[:tokens, :1], 4, DEVICE, (tokens, 64, 96))
+    configs = LAUNCHES if tokens > 1 else {**LAUNCHES, **{text: text for text in DIRECT}}
+    first, *others = as_bits(configs, args)
+    assert all(torch.equal(other, first) for other in others)
+
+
 @pytest.mark.parametrize("launch", ["queue", "split"])
 def test_a_token_does_not_depend_on_the_others(launch: str) -> None:
     """Nor on their order: its rows are quantised and summed alone, and its slots are added in slot order."""
@@ -254,6 +263,7 @@ def test_a_configuration_survives_its_string(config: str) -> None:
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "not a configuration": ("16x32x64", {}, "is not a layer configuration"),
     "a launch of gmm's": ("grid-16-32x64-32x64-4w2s3t", {}, "is not a layer configuration"),
+    "no programs": ("queue-16-32x64-32x64-4w2s0p", {}, "is not a layer configuration"),
     "a tile of 24": ("queue-24-32x64-32x64-4w2s3t", {}, "powers of two"),
     "direct for six tokens": (DIRECT[0], {}, "one token"),
     "gmm with a scale per group": ("gmm", {"requantize": "group128"}, "one scale per row"),

@@ -151,3 +151,14 @@ def test_bad_options(name: str) -> None:
 def test_requantisation_of_float_weights_is_refused() -> None:
     with pytest.raises(ShapeError, match="applies to a quantised w2"):
         lowgmm.moe_ffn(*make(None), requantize="group128")
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+@pytest.mark.parametrize("name", ["llama-4", "weights on the input and biases"])
+def test_ids_and_weights_of_any_layout(format: str | None, name: str) -> None:
+    args, options = arguments(format, name, "cpu", torch.float32)
+    hidden, w13, w2, ids, weights = args
+    expected = lowgmm.moe_ffn(*args, **options)
+    across = ids.T.contiguous().T, weights.T.contiguous().T
+    assert not across[0].is_contiguous()
+    assert torch.equal(lowgmm.moe_ffn(hidden, w13, w2, *across, **options), expected)

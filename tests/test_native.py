@@ -109,6 +109,21 @@ def layer(name: str = "int8") -> tuple[torch.nn.Module, tuple[torch.Tensor, torc
 
 
 @needs_native
+@pytest.mark.parametrize("activation", ["silu", "gelu", "swiglu_oai"])
+def test_a_gate_far_below_zero_gives_zero(activation: str) -> None:
+    """sigmoid(gate) is no number that a float32 holds, and must be 0: the gate may be 1e38 times as large."""
+    w13 = cpu.pack(lowgmm.quantize(torch.eye(32).repeat(1, 2, 1), "int8"))
+    w2 = cpu.pack(lowgmm.quantize(torch.eye(32)[None], "int8"))
+    hidden = torch.full((1, 32), -2e38)
+    bias = torch.cat([torch.zeros(32), torch.full((32,), 3e38)])[None]  # of up, whose sum is 1e38
+    ids, weights = torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, 1)
+    limit = {"limit": 1e38} if activation == "swiglu_oai" else {}
+    for b in (None, bias):
+        y = lowgmm.moe_ffn(hidden, w13, w2, ids, weights, activation=activation, bias_w13=b, **limit)
+        assert not y.any()
+
+
+@needs_native
 @pytest.mark.parametrize("name", ["int8", "int4_g64"])
 def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
     experts, inputs = layer(name)

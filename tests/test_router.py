@@ -77,6 +77,18 @@ def test_of_equal_scores_the_lower_id_comes_first(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_logits_and_bias_of_any_layout(backend: Backend, generator: torch.Generator) -> None:
+    logits, bias = (torch.randn(n, generator=generator).to(backend.device) for n in ((5, E), (E,)))
+    expected = lowgmm.route(logits=logits, bias=bias, top_k=3, impl=backend.impl)
+    table = torch.zeros(E, 3, device=backend.device)
+    table[:, 1] = bias
+    r = lowgmm.route(logits=logits.T.contiguous().T, bias=table[:, 1], top_k=3, impl=backend.impl)
+    assert r.topk_ids is not None
+    assert expected.topk_ids is not None
+    assert torch.equal(r.topk_ids, expected.topk_ids)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ids_are_valid_whatever_the_logits(backend: Backend) -> None:
     """NaN and infinities give weights that say so, but never an id twice or outside the experts."""
     logits = torch.zeros(4, 6)
@@ -117,8 +129,14 @@ def test_opcheck(device: torch.device) -> None:
     torch.library.opcheck(torch.ops.lowgmm.select_experts.default, args)
 
 
+IDS = torch.zeros(2, 2, dtype=torch.int32)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "nothing": ({}, ShapeError, "topk_ids and num_experts, or logits"),
+    "top_k beside ids": ({"topk_ids": IDS, "num_experts": 4, "top_k": 2}, ShapeError, "or logits and top_k"),
+    "bias beside ids": ({"topk_ids": IDS, "num_experts": 4, "bias": torch.zeros(4)}, ShapeError, "or logits and top_k"),
+    "more experts than the kernel sorts": (
+        {"topk_ids": IDS, "num_experts": 4095, "impl": "triton"}, UnsupportedError, "more than the 4094"
+    ),
     "no top_k": ({"logits": torch.zeros(2, 4)}, ShapeError, "topk_ids and num_experts, or logits"),
     "too many": ({"logits": torch.zeros(2, 4), "top_k": 5}, ShapeError, "top_k is 5, expected 1 to 4"),
     "too many for the groups": (

@@ -41,9 +41,8 @@ def gmm(
 
     Args:
         input: [M, K] rows sorted by expert. int8 or float8_e4m3fn with ``scales_x``; or bfloat16, float16, float32:
-        multiplied as
-            it is when the weights are of the same dtype, quantised per token by this call when the weights are
-            quantised.
+            multiplied as it is when the weights are of the same dtype, quantised per token by this call when the
+            weights are quantised.
         weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`
             of any format, which brings its ``scales_w``. int4 weights take int8 input; on the CPU only so far.
         scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
@@ -53,8 +52,7 @@ def gmm(
         output: [M, N] tensor to write into and return; must not overlap an operand.
         bias: [E, N] float, added after the scales.
         out_dtype: dtype of the result; default: ``output``'s, a float input's own, else bfloat16. ``torch.int32``
-        returns the raw
-            accumulators of int8 operands (no scales, no bias).
+            returns the raw accumulators of int8 operands (no scales, no bias).
         clip: threshold for outlier tokens when a float input is quantised, see :func:`quantize_tokens`.
         config: a :class:`lowgmm.tune.TileConfig` (or its string) to force on a GPU; default: ``tune.pick`` chooses.
         fast_accum: leave FP8 sums in the matrix unit's accumulator over all of K instead of promoting them every 128.
@@ -121,9 +119,7 @@ def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: 
         x: [T, K] bfloat16, float16 or float32.
         format: ``"int8"`` (qmax 127) or ``"fp8"`` (e4m3, qmax 448).
         clip: optional threshold for outlier tokens, in the units of ``x``: larger magnitudes saturate at ``clip``, so
-        one
-            extreme value does not take the resolution from the rest of its token.
-
+            one extreme value does not take the resolution from the rest of its token.
         impl: as in :func:`gmm`.
 
     Returns:
@@ -195,7 +191,7 @@ def route(
             logits, bias, top_k, scoring, renormalize, num_groups, topk_groups, scale, impl
         )
         num_experts = logits.shape[1]
-    elif topk_ids is None or num_experts is None:
+    elif topk_ids is None or num_experts is None or top_k is not None or bias is not None:
         raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
     order, inverse, offsets = torch.ops.lowgmm.route(topk_ids, num_experts, impl)
     chosen = None if weights is None else topk_ids

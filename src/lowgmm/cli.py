@@ -350,8 +350,9 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _formats(text: str) -> tuple[str, ...]:
     parts = tuple(text.split(","))
-    if unknown := [p for p in parts if p not in (*FORMATS, "bf16")]:
-        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(FORMATS)}, bf16")
+    known = (*(f.name for f in FORMATS.values() if f.bits == 8), "bf16")  # what GPU kernels multiply
+    if unknown := [p for p in parts if p not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
     return parts
 
 

@@ -49,9 +49,9 @@ def moe_ffn(
     # Rounded once, as h: a second rounding would take some values over an edge of the format that h is quantised to.
     gate_up = gmm(x, w13.operands, scales, w13.scales, routing.offsets, bias, torch.float32)
     if spec.weight_on_input:
-        gate_up = gate_up * weights.view(-1)[routing.order].unsqueeze(1)
+        gate_up = gate_up * weights.reshape(-1)[routing.order].unsqueeze(1)
         if w13.bias is not None:
-            gate_up += w13.bias[topk_ids.view(-1)[routing.order].clamp(0, num_experts - 1)]
+            gate_up += w13.bias[topk_ids.reshape(-1)[routing.order].clamp(0, num_experts - 1)]
     h = activate(gate_up, spec).to(between)
 
     y = _down(h, w2, routing.offsets, between, spec, scales_h, gmm, quantize_tokens)

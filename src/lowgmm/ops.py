@@ -111,7 +111,7 @@ def _check_once(
         _accepted[key] = shape
     elif output is not None:
         check_no_overlap(
-            "gmm", output, input=input, weights=weights[0], scales_x=scales_x, scales_w=scales_w, bias=bias
+            "gmm", output, input=input, weights=weights[-1], scales_x=scales_x, scales_w=scales_w, bias=bias
         )
     return shape
 
@@ -193,7 +193,7 @@ def _gmm_into(
     tile = None if config is None else TileConfig.parse(config)
     with on_device(out.device):
         _triton_backend().grouped_mm(
-            out, x, weights[0], scales_x, scales_w, offsets.int(), bias, tile, fast_accum=fast_accum
+            out, x, weights[0], scales_x, scales_w, offsets.int().contiguous(), bias, tile, fast_accum=fast_accum
         )
 
 

@@ -162,6 +162,10 @@ def _layer_config(
 def _route(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tensor, Tensor]:
     check_impl("route", impl)
     check_routing(topk_ids, num_experts)
+    if num_experts > MAX_BINS and impl == "triton":
+        raise UnsupportedError(
+            f"route: num_experts={num_experts} is more than the {MAX_BINS} that impl='triton' sorts."
+        )
     if impl == "reference" or (impl == "auto" and topk_ids.device.type == "cpu") or num_experts > MAX_BINS:
         r = route(topk_ids, num_experts)
         return r.order, r.inverse, r.offsets

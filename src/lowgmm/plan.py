@@ -95,8 +95,9 @@ class LayerConfig:
         """The configuration that ``str`` wrote."""
         if text == "gmm":
             return BY_GMM
-        pattern = r"(\w+)-(\d+)-(\d+)x(\d+)-(\d+)x(\d+)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?-(\d+)w(\d+)s(\d+)([pt])"
-        m = re.fullmatch(pattern, text)
+        # No number is 0: a launch of no programs would leave the result as it was allocated.
+        pattern = r"(\w+)-(#)-(#)x(#)-(#)x(#)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?-(#)w(#)s(#)([pt])"
+        m = re.fullmatch(pattern.replace("#", r"[1-9]\d*"), text)
         if m is None or m[1] not in LAUNCHES[:3]:
             raise UnsupportedError(
                 f"moe_ffn: config {text!r} is not a layer configuration; expected e.g. "

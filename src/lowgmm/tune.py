@@ -97,8 +97,9 @@ class TileConfig:
     @functools.cache
     def parse(text: str) -> TileConfig:
         """The configuration that ``str`` wrote."""
-        pattern = r"(\d+)x(\d+)x(\d+)(-swap)?(-tma)?(-ws)?-(grid|persistent|queue|expert)(\d*)-(\d+)w(\d+)s"
-        m = re.fullmatch(pattern, text)
+        # No number is 0: a launch of no programs would leave the result as it was allocated.
+        pattern = r"(#)x(#)x(#)(-swap)?(-tma)?(-ws)?-(grid|persistent|queue|expert)(#)?-(#)w(#)s"
+        m = re.fullmatch(pattern.replace("#", r"[1-9]\d*"), text)
         if m is None:
             raise UnsupportedError(
                 f"config {text!r} is not a tile configuration; expected e.g. '16x128x256-swap-tma-persistent2-4w4s'."

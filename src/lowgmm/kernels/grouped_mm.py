@@ -216,7 +216,7 @@ def grouped_mm(
     )
     _launch(
         programs,
-        (x.device, x.dtype, out.dtype, None if bias is None else bias.dtype, config, integers),
+        (x.device, x.dtype, out.dtype, None if bias is None else bias.dtype, config, promote, integers),
         (x, w, out, scales_x, scales_w, bias, offsets),
         (
             descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, bk]) if config.tma else x,

@@ -278,6 +278,8 @@ def down_tile(
         SWAP, QUANTISED, False, BIAS,
     )  # fmt: skip
     if FINAL and not WEIGHT_ON_INPUT:
+        if y.dtype.element_ty == tl.bfloat16:
+            value = value.to(tl.bfloat16).to(tl.float32)  # rounded once per slot, as where a sum over slots follows
         value = value * on_rows(tl.load(topk_weights + slot).to(tl.float32), SWAP)
     at = on_rows(slot.to(tl.int64) * H, SWAP) + on_columns(rn, SWAP)
     live = on_rows(in_rows, SWAP) & on_columns(in_columns, SWAP)

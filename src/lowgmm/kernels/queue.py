@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 from triton.runtime import driver
 
 SLOTS = 1 << 20
 
+ALIGNED = 4
+"""Words. Every launch's counters start at a multiple of 16 bytes, or Triton would compile kernels for both cases."""
+
 _arenas: dict[torch.device, Tensor] = {}
 _used: dict[torch.device, int] = {}
 _of_stream: dict[tuple[torch.device, int], Tensor] = {}
+_lock = threading.Lock()
+"""Threads with a stream each take from one arena."""
 
 
 def counters(device: torch.device, words: int = 1) -> Tensor:
@@ -28,13 +35,30 @@ def counters(device: torch.device, words: int = 1) -> Tensor:
         kept = _of_stream.get((device, stream))
         if kept is not None and kept.numel() >= words:
             return kept
-        if device not in _arenas:
-            _arenas[device], _used[device] = torch.zeros(SLOTS, dtype=torch.int32, device=device), 0
-    first = _used.get(device, SLOTS)
-    if first + words > SLOTS:
+        _make_arena(device)
+    found = _take(device, words)
+    if found is None:
         return torch.zeros(words, dtype=torch.int32, device=device)
-    _used[device] = first + words
-    found = _arenas[device][first : first + words]
     if not capturing:
         _of_stream[device, stream] = found
     return found
+
+
+def _make_arena(device: torch.device) -> None:
+    """The device's arena, if it is not there yet."""
+    with _lock:
+        if device not in _arenas:
+            arena = torch.zeros(SLOTS, dtype=torch.int32, device=device)
+            if device.type != "cpu":  # the next call may come on another stream, which does not wait for the zeros
+                torch.cuda.current_stream(device).synchronize()
+            _arenas[device], _used[device] = arena, 0
+
+
+def _take(device: torch.device, words: int) -> Tensor | None:
+    """So many of the arena's words, for good; None where there are not that many left."""
+    with _lock:
+        first = _used.get(device, SLOTS)
+        if first + words > SLOTS:
+            return None
+        _used[device] = first + -(-words // ALIGNED) * ALIGNED
+        return _arenas[device][first : first + words]

@@ -264,6 +264,7 @@ def select_experts(logits: Tensor, router: Router, bias: Tensor | None) -> tuple
     """ids [T, A] int32 and weights [T, A] float32: as ``routing.select_experts`` defines them."""
     num_tokens, num_experts = logits.shape
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    bias = None if bias is None else bias.contiguous()
     ids = torch.empty((num_tokens, router.top_k), dtype=torch.int32, device=logits.device)
     weights = torch.empty((num_tokens, router.top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:

@@ -160,9 +160,10 @@ FN void store_tile(const struct tile *t, int rows, const union sums *s)
 
 /* ---- activation ---------------------------------------------------------------------------------------------------------- */
 
-/* e^x within 1 ulp or so for x <= 0, 0 below the smallest normal. */
+/* e^x within 1 ulp or so for x <= 0; 0 below -87, near which the smallest normal is: a factor of 1e38 would still see it. */
 FN float exp_of_negative(float x)
 {
+    const int zero = x < -87.0f;
     x = x > -87.0f ? x : -87.0f;
     float n = (x * 1.44269504f + 0x1.8p23f) - 0x1.8p23f;
     float r = (x - n * 0.693359375f) - n * -2.12194440e-4f; /* ln 2 in two parts: the first product is exact */
@@ -173,7 +174,8 @@ FN float exp_of_negative(float x)
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = (p * (r * r) + r) + 1.0f;
-    return p * as_float((uint32_t)((int32_t)n + 127) << 23);
+    p *= as_float((uint32_t)((int32_t)n + 127) << 23);
+    return zero ? 0.0f : p;
 }
 
 /* By e^-|x|, so that nothing overflows. */
