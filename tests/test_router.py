@@ -162,3 +162,9 @@ def test_the_definition_takes_groups_by_their_two_best() -> None:
     logits = torch.tensor([[5.0, -9.0, 2.0, 2.0]])
     ids, _ = select_experts(logits, Router(2, "sigmoid", num_groups=2))
     assert ids.tolist() == [[2, 3]]
+
+
+@pytest.mark.parametrize("choice", [{"scoring": "sigmoid"}, {"renormalize": False}, {"scale": 2.0}, {"num_groups": 2}])
+def test_choices_for_logits_are_not_ignored_beside_ids(choice: dict[str, object]) -> None:
+    with pytest.raises(ShapeError, match="choose experts from logits"):
+        lowgmm.route(torch.tensor([[0, 1]]), 4, **choice)  # type: ignore[arg-type]

@@ -62,7 +62,6 @@ def test_median_and_percentiles_order_a_slow_and_a_fast_rival():
     assert first.p20_s <= first.median_s <= first.p80_s
     assert first.median_s >= 0.003 > second.median_s
     assert (first.rounds, first.method) == (7, "cpu clock")
-    assert timing.speedups([first, second], "slow")["fast"] == pytest.approx(first.median_s / second.median_s)
 
 
 def test_time_limit_leaves_at_least_five_rounds():

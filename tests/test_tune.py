@@ -244,3 +244,15 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # the specification says: ignore it
     monkeypatch.setenv("HOME", os.sep + "someone")
     assert tune_cache.folder() == Path(os.sep, "someone", ".cache", "lowgmm")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("64x64x128-grid-3w3s", "3 warps"),
+        ("512x64x64-tma-grid-8w2s", "TMA box"),
+        ("64x64x64-tma-grid-32w2s", "32 warps"),
+    ],
+)
+def test_what_triton_would_refuse_is_refused_with_a_reason(text: str, why: str):
+    assert why in str(supports(DECODE, TileConfig.parse(text), H200))

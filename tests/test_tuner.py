@@ -170,3 +170,18 @@ def test_the_command_stores_and_reports(capsys, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(tuner, "GpuBench", lambda problem, *_: Fake(last(), candidates(problem, H200)))
     assert cli.main(arguments) == cli.FAILED
     assert "no configuration computes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of resource: shared memory\nmore"), KeyError("x"), ValueError()])
+def test_whatever_a_candidate_raises_is_its_own(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = object.__new__(tuner.GpuBench)
+    bench.operands = None
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(bench, "_call", fail, raising=False)
+    why = bench.wrong(TileConfig.parse("64x64x128-grid-4w3s"))
+    assert why is not None
+    assert why.startswith(type(error).__name__)
+    assert "\n" not in why

@@ -193,6 +193,8 @@ def route(
         num_experts = logits.shape[1]
     elif topk_ids is None or num_experts is None or top_k is not None or bias is not None:
         raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
+    elif (scoring, renormalize, num_groups, topk_groups, scale) != ("softmax", True, 1, 1, 1.0):
+        raise ShapeError("route: scoring, renormalize, the groups and scale choose experts from logits, not given ids.")
     order, inverse, offsets = torch.ops.lowgmm.route(topk_ids, num_experts, impl)
     chosen = None if weights is None else topk_ids
     return Routing(order, inverse, offsets.diff(), offsets, topk_ids.shape[1], chosen, weights)

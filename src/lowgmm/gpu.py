@@ -47,12 +47,19 @@ class Gpu:
 H200 = Gpu("NVIDIA H200", (9, 0), sms=132, shared_memory=232_448)
 
 
-@functools.cache
 def describe(device: torch.device) -> Gpu:
     """The facts of a CUDA device. A CPU device stands for an H200, which Triton's interpreter then imitates."""
     if device.type != "cuda":
-        return replace(H200, interpreted=True)
-    p = torch.cuda.get_device_properties(device)
+        return INTERPRETED
+    return _describe(torch.cuda.current_device() if device.index is None else device.index)
+
+
+INTERPRETED = replace(H200, interpreted=True)
+
+
+@functools.cache
+def _describe(index: int) -> Gpu:
+    p = torch.cuda.get_device_properties(index)
     backend = "hip" if torch.version.hip else "cuda"
     shared = getattr(p, "shared_memory_per_block_optin", p.shared_memory_per_block)
     return Gpu(p.name, (p.major, p.minor), p.multi_processor_count, shared, backend)

@@ -67,7 +67,9 @@ def plain(*tensors: Tensor | None) -> bool:
         return False
     grad = torch.is_grad_enabled()
     for t in tensors:
-        if t is not None and (type(t) not in ORDINARY or not (t.is_cuda or t.is_cpu) or (grad and t.requires_grad)):
+        if t is not None and (
+            type(t) not in ORDINARY or not (t.is_cuda or t.is_cpu) or t.is_neg() or (grad and t.requires_grad)
+        ):
             return False
     return True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -336,9 +336,3 @@ def measure_machine(device: torch.device, formats: Sequence[str] = ("fp32", "bf1
     if not is_gpu and "fp8" in formats and not native_fp8:
         peaks["fp8"] = peaks.get("fp32") or dense_rate("fp32", device)
     return Machine(f"{device_name(device)} (measured)", read_bandwidth(device), peaks, is_gpu, native_fp8)
-
-
-def speedups(timings: Sequence[Timing], base: str) -> Mapping[str, float]:
-    """How many times faster than ``base`` each rival is, by medians."""
-    by_name = {t.name: t.median_s for t in timings}
-    return {name: by_name[base] / s for name, s in by_name.items()}

@@ -152,6 +152,10 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
         return f"tile {blocks} needs powers of two of at least 16 (tl.dot)."
     if problem.element_size == 1 and config.block_k < 32:
         return "8-bit matrix instructions consume K in steps of 32: block_k must be at least 32."
+    if config.num_warps not in (1, 2, 4, 8, 16):
+        return f"{config.num_warps} warps: Triton programs have 1, 2, 4, 8 or 16."
+    if config.tma and max(config.block_m, config.block_n) > 256:
+        return f"tile {blocks}: a TMA box has at most 256 rows."
     if config.launch not in LAUNCHES:
         return f"launch {config.launch!r} is not one of {', '.join(LAUNCHES)}."
     if config.tma:

@@ -127,7 +127,7 @@ def schedule(
 @gluon.jit
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     BYTES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
@@ -339,7 +339,7 @@ def hopper_kernel(
                        0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
             (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K, stride_ym,
                        1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES, BYTES)),
+            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BN, BK, STAGES, BOXES, BYTES)),
             (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
         ],
         [4, 1, 1],
