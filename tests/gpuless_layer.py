@@ -25,7 +25,7 @@ from lowgmm.plan import LayerConfig
 
 LAYER_POINTERS = {
     "scales_x": "fp32", "scales_w13": "fp32", "scales_w2": "fp32", "scales_h": "fp32", "bias_w13": "bf16",
-    "bias_w2": "bf16", "h": "bf16", "scales_hq": "fp32", "y": "bf16", "out": "bf16", "ids": "i32",
+    "bias_w2": "bf16", "h": "bf16", "y": "bf16", "out": "bf16", "ids": "i32",
     "topk_weights": "fp32", "workspace": "i32",
 }  # fmt: skip
 

@@ -77,7 +77,7 @@ def _moe_ffn(
         from lowgmm import cpu
 
         return cpu.moe_ffn(*arguments)
-    if impl == "triton" and (plan := _layer_config(*arguments, config)) is not None:
+    if impl == "triton" and (plan := _layer_config(hidden, up, down, topk_ids, spec, config)) is not None:
         from lowgmm.kernels.run_layer import moe_ffn
 
         with on_device(hidden.device):
@@ -130,14 +130,7 @@ def _check_once(
 
 
 def _layer_config(
-    hidden: Tensor,
-    w13: Weights,
-    w2: Weights,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    spec: LayerSpec,
-    scales_h: Tensor | None,
-    config: str | None,
+    hidden: Tensor, w13: Weights, w2: Weights, topk_ids: Tensor, spec: LayerSpec, config: str | None
 ) -> LayerConfig | None:
     """How the layer's kernels run this call; None if it runs as a sequence of operations."""
     from lowgmm.gpu import describe

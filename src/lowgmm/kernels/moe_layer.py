@@ -98,7 +98,7 @@ def prefetch_up(w13, expert, n_tile, H, I, BN: tl.constexpr, LAYOUT: tl.constexp
 
 @triton.jit
 def requantise_rows(
-    h, hq, scales_hq, absmax, row, end, I, stride_hq, QMAX: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr
+    h, hq, absmax, row, end, I, stride_hq, QMAX: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """hq = the rows of h in the weights' format, now that each row's absmax is known.
 
@@ -107,8 +107,7 @@ def requantise_rows(
     """
     rm = row + tl.arange(0, BM)
     safe = tl.where(rm < end, rm, row)
-    inverse, scale = scales_of(tl.load(absmax + safe, volatile=True).to(tl.float32, bitcast=True), QMAX)
-    tl.store(scales_hq + rm, scale, mask=rm < end)
+    inverse, _scale = scales_of(tl.load(absmax + safe, volatile=True).to(tl.float32, bitcast=True), QMAX)
     for start in tl.range(0, I, BLOCK):
         k = start + tl.arange(0, BLOCK)
         at = safe.to(tl.int64)[:, None] * I + k[None, :]
@@ -134,7 +133,6 @@ def moe_layer_kernel(
     scales_h,  # (E,) float32
     h,  # (R, I) scratch
     hq,  # (R, I), row stride stride_hq: h in the weights' format, in its memory; with TMA in DOWN a descriptor
-    scales_hq,  # (R,) float32 scratch, with hq
     y,  # (R, H) scratch, by slot
     out,  # (T, H)
     ids,  # (T, A)
@@ -212,7 +210,7 @@ def moe_layer_kernel(
             elif REQUANTISE:
                 tl.debug_barrier()
                 if tl.atomic_add(done + tile1, 1, sem="acq_rel") == tiles1 - 1:
-                    requantise_rows(h, hq, scales_hq, absmax, row1, end1, I, stride_hq, QMAX, BM, 128)
+                    requantise_rows(h, hq, absmax, row1, end1, I, stride_hq, QMAX, BM, 128)
         else:
             if DIRECT:
                 down = task - up_tasks

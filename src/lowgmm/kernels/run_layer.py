@@ -95,10 +95,9 @@ class Call:
         between = torch.bfloat16 if self.hidden.dtype == torch.bfloat16 else torch.float32
         self.out = self.hidden.new_empty((self.T, self.H))
         self.h = self._empty(self.R, self.I, dtype=between)
-        self.hq = self.scales_hq = self.h
+        self.hq = self.h
         if self.fmt is not None and self.done_in_up:  # in place, so that it takes no memory
             self.hq = self.h.view(torch.uint8)[:, : self.I].view(self.fmt.dtype)
-            self.scales_hq = self._empty(self.R, dtype=torch.float32)
         # With one expert per token the down tiles write the result.
         self.y = self.out if self.A == 1 else self._empty(self.R, self.H, dtype=between)
         self.bound = self.A if self.direct else max_row_tiles(self.R, self.E, self.config.block_m)
@@ -107,8 +106,8 @@ class Call:
         if self.direct:
             self.workspace = counters(self.device, size + triton.cdiv(self.H, self.config.down_n))
             return
-        tables = self._empty(size + (self.R + self.E + 1 if self.config.gather else 0), dtype=torch.int32)
-        self.workspace, self.inverse, self.offsets = tables, tables[size : size + self.R], tables[size + self.R :]
+        # With gather, `prepare` keeps the sort's inverse and offsets behind the tables.
+        self.workspace = self._empty(size + (self.R + self.E + 1 if self.config.gather else 0), dtype=torch.int32)
         if self.fmt is not None:
             given = self.R if self.config.gather else self.T
             self.x = self._empty(given, self.H, dtype=self.fmt.dtype)
@@ -144,7 +143,7 @@ class Call:
                 hq = TensorDescriptor.from_tensor(hq, [config.block_m, config.down_k])
         moe_layer_kernel[(config.programs or self.gpu.sms * config.programs_per_sm,)](
             x, self.scales_x, w13, self.values13, self.w13.scales, self.w13.bias, w2, self.values2, self.w2.scales,
-            self.w2.bias, self.scales_h, self.h, hq, self.scales_hq, self.y, self.out, self.ids, self.weights,
+            self.w2.bias, self.scales_h, self.h, hq, self.y, self.out, self.ids, self.weights,
             self.workspace, self.R, self.bound, self.E, self.H, self.I, self.x.stride(0), self.hq.stride(0),
             math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0,
             PHASE=phase,
