@@ -75,14 +75,26 @@ MANY = [
     "queue-128-64x128-128x128-tma-gather-8w3s1p",
     "split-64-64x128-128x128-swap-tma-gather-4w4s2p",
     *(
-        f"{launch}-128-{up}x128-128x128-tma{gather}-{grid}"
-        for launch in ("split", "gmm")
+        f"split-128-{up}x128-128x128-tma{gather}-{grid}"
         for gather in ("", "-gather")
         for up, grid in ((64, "8w3s1p"), (64, "8w3s2p"), (64, "4w3s2p"), (128, "8w3s1p"), (128, "8w4s1p"))
     ),
     "split-128-64x128-256x128-tma-gather-8w3s1p",
-    "gmm-64-64x128-128x128-swap-tma-gather-4w4s2p",
-    "gmm-128-128x128-128x128-tma-gather-pdl-8w4s1p",
+]
+WARPS = [
+    f"queue-{bm}-{down // 2}x{k}-{down}x{k}-swap-tma-ws-4w{stages}s1p"
+    for bm, down, k, stages in (
+        (16, 128, 256, 5),
+        (16, 128, 256, 6),
+        (16, 128, 512, 3),
+        (16, 256, 256, 3),
+        (32, 128, 256, 5),
+        (32, 256, 128, 5),
+        (64, 128, 256, 4),
+        (64, 256, 128, 5),
+        (128, 128, 128, 6),
+        (128, 256, 128, 4),
+    )
 ]
 
 
@@ -97,6 +109,7 @@ def candidates(problem: LayerProblem, sweep: bool, forced: list[str]) -> list[La
         texts += FEW if rows <= 24 else []
         texts += MID if 8 < rows <= 200 else []
         texts += MANY if rows > 48 else []
+        texts += WARPS
     found = [LayerConfig.parse(text) for text in dict.fromkeys(texts)]
     return [picked] + [c for c in found if c != picked and supports(problem, c, gpu) is None]
 

@@ -90,7 +90,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
         constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promote > 0}
-        x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, bn // 2))
+        x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, 64))
         kernel, source_type = hopper_kernel, GluonASTSource
     else:
         constants |= {

@@ -14,9 +14,9 @@ from lowgmm.gpu import Gpu
 from lowgmm.layer import GROUP
 from lowgmm.shapes import UnsupportedError
 
-LAUNCHES = ("direct", "queue", "split", "gmm")
+LAUNCHES = ("direct", "queue", "split")
 """direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
-combine. gmm: both products by the grouped matmul of ``gmm``, with the tiles that it picks for itself."""
+combine."""
 
 MAX_BINS = 4094
 """Experts that the counting sort of ``kernels/route.py`` can tell apart."""
@@ -69,6 +69,8 @@ class LayerConfig:
     """A down tile that must wait asks L2 for its weights meanwhile."""
     pdl: bool = False
     """Programmatic dependent launch: a launch starts while the one before it ends, and waits on the device."""
+    warp_specialize: bool = False
+    """Hopper only: warps that load and warps that multiply (``kernels/hopper_layer.py``)."""
     num_warps: int = 4
     num_stages: int = 4
     programs_per_sm: int = 2
@@ -77,13 +79,11 @@ class LayerConfig:
 
     @property
     def flags(self) -> tuple[bool, ...]:
-        return self.swap_ab, self.tma, self.gather, self.prefetch, self.pdl
+        return self.swap_ab, self.tma, self.gather, self.prefetch, self.pdl, self.warp_specialize
 
     def __str__(self) -> str:
-        if self.launch == "gmm":
-            return "gmm"
         flags = "".join(
-            f"-{name}" for name, on in zip(("swap", "tma", "gather", "pre", "pdl"), self.flags, strict=True) if on
+            f"-{name}" for name, on in zip(("swap", "tma", "gather", "pre", "pdl", "ws"), self.flags, strict=True) if on
         )
         grid = f"{self.programs}t" if self.programs else f"{self.programs_per_sm}p"
         tiles = f"{self.block_m}-{self.up_n}x{self.up_k}-{self.down_n}x{self.down_k}"
@@ -93,33 +93,30 @@ class LayerConfig:
     @functools.cache
     def parse(text: str) -> LayerConfig:
         """The configuration that ``str`` wrote."""
-        if text == "gmm":
-            return BY_GMM
         # No number is 0: a launch of no programs would leave the result as it was allocated.
-        pattern = r"(\w+)-(#)-(#)x(#)-(#)x(#)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?-(#)w(#)s(#)([pt])"
+        pattern = r"(\w+)-(#)-(#)x(#)-(#)x(#)(-swap)?(-tma)?(-gather)?(-pre)?(-pdl)?(-ws)?-(#)w(#)s(#)([pt])"
         m = re.fullmatch(pattern.replace("#", r"[1-9]\d*"), text)
-        if m is None or m[1] not in LAUNCHES[:3]:
+        if m is None or m[1] not in LAUNCHES:
             raise UnsupportedError(
                 f"moe_ffn: config {text!r} is not a layer configuration; expected e.g. "
                 f"'queue-16-64x256-128x256-swap-tma-4w4s2p'."
             )
-        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 12, 13, 14))
-        per_sm, total = (programs, 0) if m[15] == "p" else (1, programs)
-        swap, tma, gather, pre, pdl = (bool(m[i]) for i in range(7, 12))
-        tiles = (block_m, up_n, up_k, down_n, down_k)
-        return LayerConfig(m[1], *tiles, swap, tma, gather, pre, pdl, warps, stages, per_sm, total)
+        block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 13, 14, 15))
+        per_sm, total = (programs, 0) if m[16] == "p" else (1, programs)
+        tiles, flags = (block_m, up_n, up_k, down_n, down_k), (bool(m[i]) for i in range(7, 13))
+        return LayerConfig(m[1], *tiles, *flags, warps, stages, per_sm, total)
 
     def shared_memory(self, element_size: int) -> int:
         """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
+        if self.warp_specialize:
+            ring = (self.block_m + self.down_n) * self.down_k * element_size * self.num_stages
+            passed = 4 * 64 * self.block_m if self.down_n == 128 else 0  # up, on its way to the warpgroup with the gate
+            return ring + 2 * 64 * self.block_m * 2 + passed + 16 * self.block_m + 16 * self.num_stages + 700
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
         # The down tile's intermediate arrives as 16 bits in the queue, whatever the weights have.
         down = self.block_m * self.down_k * (2 if self.launch in ("direct", "queue") else element_size)
         down += self.down_n * self.down_k * element_size
         return max(up, down) * self.num_stages + 1024
-
-
-BY_GMM = LayerConfig("gmm", 0, 0, 0, 0, 0)
-"""It has no tiles of its own."""
 
 
 def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None:
@@ -134,10 +131,8 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return f"the layer's kernels multiply int8, float8_e4m3fn and bfloat16, not {problem.dtype}."
     if problem.E > MAX_BINS:
         return f"E={problem.E} is more than {MAX_BINS}, for which the counting sort has bins."
-    if config.launch == "gmm":
-        if problem.requantize != "token":
-            return f"a grouped matmul takes one scale per row, not {problem.requantize!r}."
-        return None
+    if config.warp_specialize and (why := _lacks_for_warps(problem, config, gpu)) is not None:
+        return why
     blocks = (config.block_m, config.up_n, config.up_k, config.down_n, config.down_k)
     if any(b & (b - 1) or b < 16 for b in blocks):
         return f"tiles {blocks} need powers of two of at least 16 (tl.dot)."
@@ -156,11 +151,34 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
             return f"{gpu.name} has no TMA; use a configuration without it."
         if problem.H * size % 16 or problem.I * size % 16:
             return f"TMA needs rows that are a multiple of 16 bytes; H={problem.H}, I={problem.I} are not."
-        if problem.gate_up == "interleaved" and problem.H % config.up_k:
+        if problem.gate_up == "interleaved" and problem.H % config.up_k and not config.warp_specialize:
             return f"TMA reads interleaved rows only where up_k={config.up_k} divides H={problem.H}."
     need = config.shared_memory(size)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
+    return None
+
+
+def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None:
+    """Why a warp-specialised configuration cannot run, of what others can."""
+    if (gpu.backend, gpu.capability) != ("cuda", (9, 0)):
+        return f"warp-specialised tiles use Hopper's warpgroup instructions, which {gpu.name} lacks."
+    if gpu.interpreted:
+        return "Triton's interpreter does not run Gluon, in which the warp-specialised kernel is written."
+    if format_of(problem.dtype) is not None and problem.requantize != "token":
+        return f"warp-specialised tiles take one scale per row of h, not {problem.requantize!r}."
+    if config.launch != "queue" or config.flags != (True, True, False, False, False, True):
+        return "warp-specialised tiles come as 'queue-…-swap-tma-ws-…' only."
+    if config.num_warps != 4 or config.programs_per_sm != 1:
+        return "warp-specialised tiles have 4 warps per warpgroup and one program per SM."
+    up_n = config.down_n if problem.gate_up == "none" else config.down_n // 2
+    if config.down_n not in (128, 256) or config.block_m > 128 or (config.up_n, config.up_k) != (up_n, config.down_k):
+        return (
+            "warp-specialised tiles need block_m up to 128, down_n 128 or 256, up_k = down_k, and up_n of half down_n "
+            "(without a gate, of down_n)."
+        )
+    if config.down_k * problem.dtype.itemsize % 128:
+        return "warp-specialised tiles need up_k and down_k of a multiple of 128 bytes."
     return None
 
 
@@ -195,9 +213,21 @@ def _first_choice(problem: LayerProblem, gpu: Gpu) -> LayerConfig:
 def pick(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     """The configuration used when none is asked for, made to fit the GPU; None where the layer has no kernels and runs
     as a sequence of operations."""
-    if (gpu.backend, gpu.capability[0]) == ("cuda", 9) and supports(problem, BY_GMM, gpu) is None:
-        return BY_GMM  # its warp-specialised kernel is faster than any of the layer's own: docs/expert_layer.md
-    return own_kernels(problem, gpu)
+    return _warp_specialised(problem, gpu) or own_kernels(problem, gpu)
+
+
+def _warp_specialised(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
+    """The tile for the rows that an expert has, with as many stages as fit; None where the kernel cannot run it."""
+    rows, size = problem.rows_per_expert, problem.dtype.itemsize
+    block_m = next((m for m in (16, 32, 64) if rows <= m), 128)
+    down_n, width = (256, 128) if rows > 96 else (128, 256 if block_m < 128 else 128)
+    up_n = down_n if problem.gate_up == "none" else down_n // 2
+    for stages in (6, 5, 4, 3, 2):
+        tiles = (block_m, up_n, width // size, down_n, width // size)
+        config = LayerConfig("queue", *tiles, warp_specialize=True, num_stages=stages, programs_per_sm=1)
+        if supports(problem, config, gpu) is None:
+            return config
+    return None
 
 
 def own_kernels(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:

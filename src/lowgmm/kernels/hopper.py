@@ -80,6 +80,16 @@ def number(cells, index):
 
 
 @gluon.jit
+def place(offsets, expert, local, M, E, tiles_n, BM: gl.constexpr):
+    """First row, end of rows and column number of an expert's tile ``local``; bands as in ``tiles.find_tile``."""
+    start, end = bounds(offsets, expert, M, E)
+    band = local // (BAND * tiles_n)
+    height = gl.minimum(gl.cdiv(end - start, BM) - band * BAND, BAND)
+    local -= band * BAND * tiles_n
+    return start, start + (band * BAND + local % height) * BM, end, local // height
+
+
+@gluon.jit
 def schedule(
     scales_x, offsets, ticket, box, posted, read, M, E, N,
     BM: gl.constexpr, BN: gl.constexpr, BOXES: gl.constexpr, SCALED_X: gl.constexpr,
@@ -97,11 +107,7 @@ def schedule(
     base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
     done = 0
     while expert < E:
-        start, end = bounds(offsets, expert, M, E)
-        band = local // (BAND * tiles_n)
-        height = gl.minimum(gl.cdiv(end - start, BM) - band * BAND, BAND)  # bands as in tiles.find_tile
-        local -= band * BAND * tiles_n
-        row = start + (band * BAND + local % height) * BM
+        _start, row, end, column = place(offsets, expert, local, M, E, tiles_n, BM)
         if SCALED_X:
             rm = row + gl.arange(0, BM, layout=LINE)
             scale_x = gl.load(scales_x + rm, mask=rm < end, other=0.0)
@@ -109,7 +115,7 @@ def schedule(
         mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
         rows.index(at).store(one * row)
         ends.index(at).store(one * end)
-        columns.index(at).store(one * (local // height))
+        columns.index(at).store(one * column)
         experts.index(at).store(one * expert)
         if SCALED_X:
             sx.index(at).store(scale_x)
@@ -122,6 +128,16 @@ def schedule(
     mbarrier.arrive(posted.index(done % BOXES))
     # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
     gl.store(ticket, 0, mask=tile == gl.num_programs(0) + total - 1)
+
+
+@gluon.jit
+def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.constexpr):
+    """Ask for 64 channels of weights: block ``i`` of a tile's, the first half of which is the first warpgroup's."""
+    MINE: gl.constexpr = BN // 128
+    if i < MINE:
+        tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot * MINE + i))
+    else:
+        tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws1.index(slot * MINE + i - MINE))
 
 
 @gluon.jit
@@ -142,13 +158,65 @@ def produce(
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
             mbarrier.expect(full.index(slot), BYTES)
-            tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot))
-            tma.async_copy_global_to_shared(w, [channel + BN // 2, k], full.index(slot), ws1.index(slot))
+            for i in gl.static_range(BN // 64):
+                load_block(w, channel + 64 * i, k, ws0, ws1, full, slot, i, BN)
             tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
             step += 1
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
         row = number(rows, done % BOXES)
+
+
+@gluon.jit
+def multiply(
+    xs, ws, full, empty, step, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's one or two blocks of 64 channels times the tile's rows, over all of K: accumulators [64, BM].
+
+    ``step`` counts the slots of the ring used so far.
+    """
+    TWO: gl.constexpr = BN == 256
+    MINE: gl.constexpr = BN // 128
+    DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
+    acc0 = gl.full([64, BM], 0, DTYPE, ACC)
+    acc1 = acc0
+    for k in range(0, K, BK):
+        slot = step % STAGES
+        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        if PROMOTE:
+            # Hopper's FP8 accumulators keep 14 bits: fresh ones every 128 of K, added in FP32 registers. Asking
+            # warpgroup_mma to promote would make it wait after every instruction instead of every fourth.
+            zero = gl.full([64, BM], 0, DTYPE, ACC)
+            for i in gl.static_range(BK // 128):
+                b = xs.index(slot).slice(i * 128, 128, dim=1).permute((1, 0))
+                a = ws.index(slot * MINE).slice(i * 128, 128, dim=1)
+                part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+                acc0 += warpgroup_mma_wait(0, deps=[part])
+                if TWO:
+                    a = ws.index(slot * MINE + 1).slice(i * 128, 128, dim=1)
+                    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
+                    acc1 += warpgroup_mma_wait(0, deps=[part])
+            mbarrier.arrive(empty.index(slot))
+        else:
+            b = xs.index(slot).permute((1, 0))
+            acc0 = warpgroup_mma(ws.index(slot * MINE), b, acc0, is_async=True)
+            if TWO:
+                acc1 = warpgroup_mma(ws.index(slot * MINE + 1), b, acc1, is_async=True)
+                acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+            else:
+                acc0 = warpgroup_mma_wait(1, deps=[acc0])
+            # The products of the step before are done: its operands may be overwritten.
+            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
+        step += 1
+    if not PROMOTE:
+        if TWO:
+            acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
+        else:
+            acc0 = warpgroup_mma_wait(0, deps=[acc0])
+        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+    return acc0, acc1, step
 
 
 @gluon.jit
@@ -163,11 +231,11 @@ def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.conste
 
 
 @gluon.jit
-def store(
-    acc, y, sx, scale_w, shift, out, row, end, column, N, stride_ym,
-    ACC: gl.constexpr, BM: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+def scaled(
+    acc, sx, scale_w, shift,
+    ACC: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """Store 64 channels × BM rows of Y from an accumulator [64, BM]; the arithmetic of ``tiles.store``."""
+    """The arithmetic of ``tiles.store`` on an accumulator [64, BM]."""
     value = acc
     if SCALED_W or SCALED_X or BIAS:
         value = value.to(gl.float32)
@@ -177,11 +245,17 @@ def store(
         value = value * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
     if BIAS:
         value = value + gl.expand_dims(shift, 1)
-    # Channels lie side by side in memory, rows side by side in the accumulator: turned in shared memory.
-    out.permute((1, 0)).store(value.to(y.dtype.element_ty))
-    write(
-        out.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0])), y, row, end, column, N, stride_ym, BM
-    )
+    return value
+
+
+@gluon.jit
+def turn(value, out):
+    """[64, BM] -> [BM, 64] in ``out``'s dtype, through ``out`` in shared memory.
+
+    Channels lie side by side in memory, rows side by side in the accumulator.
+    """
+    out.permute((1, 0)).store(value.to(out.dtype))
+    return out.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
 
 
 @gluon.jit
@@ -203,7 +277,6 @@ def consume(
     rows, ends, columns, experts, sx = box
     TWO: gl.constexpr = BN == 256
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
-    DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
@@ -212,42 +285,7 @@ def consume(
         if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
-        acc0 = gl.full([64, BM], 0, DTYPE, ACC)
-        acc1 = acc0
-        for k in range(0, K, BK):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-            if PROMOTE:
-                # Hopper's FP8 accumulators keep 14 bits: fresh ones every 128 of K, added in FP32 registers. Asking
-                # warpgroup_mma to promote would make it wait after every instruction instead of every fourth.
-                zero = gl.full([64, BM], 0, DTYPE, ACC)
-                for i in gl.static_range(BK // 128):
-                    b = xs.index(slot).slice(i * 128, 128, dim=1).permute((1, 0))
-                    a = ws.index(slot).slice(0, 64).slice(i * 128, 128, dim=1)
-                    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                    acc0 += warpgroup_mma_wait(0, deps=[part])
-                    if TWO:
-                        a = ws.index(slot).slice(64, 64).slice(i * 128, 128, dim=1)
-                        part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                        acc1 += warpgroup_mma_wait(0, deps=[part])
-                mbarrier.arrive(empty.index(slot))
-            else:
-                a, b = ws.index(slot), xs.index(slot).permute((1, 0))
-                acc0 = warpgroup_mma(a.slice(0, 64), b, acc0, is_async=True)
-                if TWO:
-                    acc1 = warpgroup_mma(a.slice(64, 64), b, acc1, is_async=True)
-                    acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-                else:
-                    acc0 = warpgroup_mma_wait(1, deps=[acc0])
-                # The products of the step before are done: its operands may be overwritten.
-                mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-            step += 1
-        if not PROMOTE:
-            if TWO:
-                acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
-            else:
-                acc0 = warpgroup_mma_wait(0, deps=[acc0])
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
+        acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
@@ -255,12 +293,12 @@ def consume(
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         shift = channel_values(bias, expert, column, N, ACC, BIAS)
-        store(acc0, y, sx.index(at), scale0, shift, out, row, end, column, N, stride_ym,
-              ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
+        value = turn(scaled(acc0, sx.index(at), scale0, shift, ACC, SCALED_X, SCALED_W, BIAS), out)
+        write(value, y, row, end, column, N, stride_ym, BM)
         if TWO:
             shift = channel_values(bias, expert, column + 64, N, ACC, BIAS)
-            store(acc1, y, sx.index(at), scale1, shift, out, row, end, column + 64, N, stride_ym,
-                  ACC, BM, SCALED_X, SCALED_W, BIAS)  # fmt: skip
+            value = turn(scaled(acc1, sx.index(at), scale1, shift, ACC, SCALED_X, SCALED_W, BIAS), out)
+            write(value, y, row, end, column + 64, N, stride_ym, BM)
         mbarrier.arrive(read.index(at))
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
@@ -275,7 +313,7 @@ def consume(
 @gluon.jit(do_not_specialize=["M", "E"])
 def hopper_kernel(
     x,  # descriptor [BM, BK] over (M, K)
-    w,  # descriptor [BN/2, BK] over (E·N, K)
+    w,  # descriptor [64, BK] over (E·N, K)
     y,  # (M, N), row stride stride_ym
     scales_x,  # (M,) float32
     scales_w,  # (E, N) float32
@@ -307,8 +345,8 @@ def hopper_kernel(
     """
     FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    ws0 = gl.allocate_shared_memory(w.dtype, [STAGES, BN // 2, BK], w.layout)
-    ws1 = gl.allocate_shared_memory(w.dtype, [STAGES, BN // 2, BK], w.layout)
+    ws0 = gl.allocate_shared_memory(w.dtype, [STAGES * (BN // 128), 64, BK], w.layout)
+    ws1 = gl.allocate_shared_memory(w.dtype, [STAGES * (BN // 128), 64, BK], w.layout)
     out0 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     out1 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     box = (
@@ -377,7 +415,7 @@ def hopper_mm(
         (x, w, out, scales_x, scales_w, bias, offsets),
         (
             descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
-            descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [bn // 2, bk], layout=layout),
+            descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
             out,
             scales_x,
             scales_w,

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowgmm.kernels.combine import sum_slots
 from lowgmm.kernels.moe_tiles import down_tile, gate_up_tile
 from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
 from lowgmm.kernels.route import TILE_FIELDS
@@ -44,30 +45,6 @@ def find_task(tiles, task, tiles_n, BM: tl.constexpr):
     local -= band * BAND * tiles_n
     within = band * BAND + local % height
     return first + within, expert, begin + within * BM, end, local // height
-
-
-@triton.jit
-def sum_slots(
-    y, inverse, ids, topk_weights, t, n, inside, E, H,
-    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
-):  # fmt: skip
-    """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert.
-
-    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is.
-    """
-    total = tl.zeros(n.shape, dtype=tl.float32)
-    for a in tl.static_range(A):
-        e = tl.load(ids + t * A + a)
-        local = (e >= 0) & (e < E)
-        row = t * A + a
-        if SORTED:
-            row = tl.load(inverse + row, mask=local, other=0).to(tl.int64)
-        v = tl.load(y + row * H + n, mask=inside & local, other=0.0).to(tl.float32)
-        if not WEIGHT_ON_INPUT:
-            w = tl.load(topk_weights + t * A + a).to(tl.float32)
-            v = v * tl.where(local, w, 0.0)
-        total += v
-    return total
 
 
 @triton.jit
@@ -271,28 +248,3 @@ def finish_direct(
         total = sum_slots(y, done, ids, topk_weights, 0, n, n < H, E, H, A, False, WEIGHT_ON_INPUT)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < H)
         tl.store(columns_done + n_tile, 0)
-
-
-@triton.jit
-def combine_kernel(
-    y,  # (R, H) by slot, or SORTED
-    inverse,  # (R,) int32: slot -> row of y
-    ids,  # (T, A)
-    topk_weights,  # (T, A)
-    out,  # (T, H)
-    E,
-    H,
-    A: tl.constexpr,
-    SORTED: tl.constexpr,
-    WEIGHT_ON_INPUT: tl.constexpr,
-    PDL: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Grid (T · cdiv(H, BLOCK),): the weighted sum of each token's slots."""
-    if PDL:
-        gdc_wait()
-    blocks = tl.cdiv(H, BLOCK)
-    t = (tl.program_id(0) // blocks).to(tl.int64)
-    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, H, A, SORTED, WEIGHT_ON_INPUT)
-    tl.store(out + t * H + n, total.to(out.dtype.element_ty), mask=n < H)

@@ -13,11 +13,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import format_of
 from lowgmm.gpu import Gpu, describe
+from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import TILE_FIELDS, prepare
-from lowgmm.kernels.run_rows import by_gmm, combine
 from lowgmm.layer import GROUP, LayerSpec, Weights
 from lowgmm.plan import LayerConfig
 from lowgmm.routing import max_row_tiles
@@ -40,10 +40,13 @@ def moe_ffn(
     """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0.
 
     Scratch memory for a bfloat16 ``hidden`` is R · (2 · I + 2 · H) + T · H bytes (h; the slots' outputs, unless A = 1;
-    quantised tokens; R · H instead of T · H with ``gather``) and a few words per row and tile; with ``gmm`` see there.
+    quantised tokens; R · H instead of T · H with ``gather``) and a few words per row and tile; warp-specialised
+    see ``run_hopper``.
     """
-    if config.launch == "gmm":
-        return by_gmm(hidden, w13, w2, topk_ids, topk_weights, spec)
+    if config.warp_specialize:
+        from lowgmm.kernels.run_hopper import moe_ffn
+
+        return moe_ffn(hidden, w13, w2, topk_ids, topk_weights, spec, config)
     call = Call(hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, config)
     if config.launch == "direct":
         call.products(BOTH)
@@ -120,7 +123,7 @@ class Call:
         gate = counters(self.device, 2) if self.config.gather else None
         prepare(
             self.ids, self.hidden, self.x, self.scales_x, self.out, self.workspace, gate, self.E, self.config.block_m,
-            self.fmt, self.spec.clip, self.constexprs["GROUPS"], self.pdl,
+            self.fmt, self.spec.clip, self.R * self.constexprs["GROUPS"], self.A == 1, self.pdl,
         )  # fmt: skip
 
     def products(self, phase: tl.constexpr) -> None:

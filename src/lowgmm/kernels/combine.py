@@ -1,0 +1,80 @@
+"""The end of an expert layer: each token's result is the weighted sum of its slots."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from lowgmm.layer import LayerSpec
+
+
+@triton.jit
+def sum_slots(
+    y, inverse, ids, topk_weights, t, n, inside, E, stride,
+    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+):  # fmt: skip
+    """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert.
+
+    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is.
+    """
+    total = tl.zeros(n.shape, dtype=tl.float32)
+    for a in tl.static_range(A):
+        e = tl.load(ids + t * A + a)
+        local = (e >= 0) & (e < E)
+        row = t * A + a
+        if SORTED:
+            row = tl.load(inverse + row, mask=local, other=0).to(tl.int64)
+        v = tl.load(y + row * stride + n, mask=inside & local, other=0.0).to(tl.float32)
+        if not WEIGHT_ON_INPUT:
+            w = tl.load(topk_weights + t * A + a).to(tl.float32)
+            v = v * tl.where(local, w, 0.0)
+        total += v
+    return total
+
+
+@triton.jit(do_not_specialize_on_alignment=["inverse"])
+def combine_kernel(
+    y,  # (R, H) by slot, or SORTED; row stride stride_y
+    inverse,  # (R,) int32: slot -> row of y
+    ids,  # (T, A)
+    topk_weights,  # (T, A)
+    out,  # (T, H)
+    E,
+    H,
+    stride_y,
+    A: tl.constexpr,
+    SORTED: tl.constexpr,
+    WEIGHT_ON_INPUT: tl.constexpr,
+    PDL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (T · cdiv(H, BLOCK),): the weighted sum of each token's slots."""
+    if PDL:
+        gdc_wait()
+    blocks = tl.cdiv(H, BLOCK)
+    t = (tl.program_id(0) // blocks).to(tl.int64)
+    n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, stride_y, A, SORTED, WEIGHT_ON_INPUT)
+    tl.store(out + t * H + n, total.to(out.dtype.element_ty), mask=n < H)
+
+
+def combine(
+    y: Tensor,
+    inverse: Tensor | None,
+    ids: Tensor,
+    weights: Tensor,
+    out: Tensor,
+    num_experts: int,
+    spec: LayerSpec,
+    pdl: bool,
+) -> None:
+    """``out[t] = Σ_a weights[t, a] · y[slot t·A + a]``; with ``inverse`` the rows of ``y`` are sorted by expert."""
+    num_tokens, width = out.shape
+    block = min(1024, triton.next_power_of_2(width))
+    combine_kernel[(num_tokens * triton.cdiv(width, block),)](
+        y, inverse, ids, weights, out, num_experts, width, y.stride(0), A=ids.shape[1], SORTED=inverse is not None,
+        WEIGHT_ON_INPUT=spec.weight_on_input, PDL=pdl, BLOCK=block, num_warps=4, enable_fp_fusion=False,
+        **({"launch_pdl": True} if pdl else {}),
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""Launch the expert layer on Hopper: prepare, both products (``hopper_layer.py``), combine."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from lowgmm.formats import format_of
+from lowgmm.gpu import describe
+from lowgmm.kernels.combine import combine
+from lowgmm.kernels.grouped_mm import promote_every
+from lowgmm.kernels.hopper import BOXES
+from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.queue import counters
+from lowgmm.kernels.route import prepare
+from lowgmm.layer import LayerSpec, Weights
+from lowgmm.plan import LayerConfig
+from lowgmm.routing import max_row_tiles
+
+MAX_ROWS = 64
+"""Rows of h that one task quantises, at most: eight 16-byte loads a thread."""
+
+
+def moe_ffn(
+    hidden: Tensor,
+    w13: Weights,
+    w2: Weights,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    spec: LayerSpec,
+    config: LayerConfig,
+) -> Tensor:
+    """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments that ``config`` supports, T > 0.
+
+    Scratch memory for 8-bit weights and a bfloat16 ``hidden`` is R · 3 · max(H, I) bytes and a few words per row and
+    expert: h and the slots' outputs share 2 · R · max(H, I), the quantised tokens and the quantised h the rest. With
+    bfloat16 weights it is R · 4 · max(H, I): there the tokens share with the outputs.
+    """
+    values13, values2 = (w.operands[0].contiguous() for w in (w13, w2))
+    (num_tokens, top_k), (num_experts, width, inner) = topk_ids.shape, values2.shape
+    rows, fmt, device = topk_ids.numel(), format_of(values2.dtype), hidden.device
+    hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
+    ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
+    between = torch.bfloat16 if hidden.dtype == torch.bfloat16 or fmt is None else torch.float32
+    stride = max(width, inner)
+    shared = torch.empty((rows, stride), dtype=between, device=device)
+    second = torch.empty((rows, stride), dtype=values2.dtype, device=device)
+    y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
+    bm, bk = config.block_m, config.down_k
+    blocks = rows // bm + num_experts + 1
+    zeros = rows + 2 * blocks
+    workspace = torch.empty(4 + rows + zeros + rows + num_experts + 1, dtype=torch.int32, device=device)
+    ticket, order, absmax, ready, inverse, offsets = workspace.split((4, rows, rows, 2 * blocks, rows, num_experts + 1))
+    scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
+    out = hidden.new_empty((num_tokens, width))
+    prepare(
+        ids,
+        hidden,
+        x,
+        scales_x,
+        out,
+        workspace,
+        counters(device, 2),
+        num_experts,
+        0,
+        fmt,
+        spec.clip,
+        zeros,
+        False,
+        True,
+    )
+    layout, constants = _constants(
+        config, spec, values2.dtype, between, promote_every(values2.dtype, describe(device)) > 0,
+        w13.bias is not None, w2.bias is not None,
+    )  # fmt: skip
+
+    def tiles(values: Tensor, columns: int, row_stride: int, block: int) -> Any:
+        rows = -(-values.numel() // row_stride)
+        return TensorDescriptor(values, [rows, columns], [row_stride, 1], [block, bk], layout)
+
+    # Rows of gate and up, seen as two matrices: below each other, or in turns.
+    across, expert_rows = (2, inner) if spec.gate_up == "interleaved" else (1, values13.shape[1])
+    gate = values13.view(-1)
+    up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
+    hopper_layer_kernel[(_programs(rows, num_experts, width, inner, config, describe(device).sms),)](
+        tiles(x, width, stride, bm),
+        tiles(gate, width, across * width, 64),
+        tiles(up, width, across * width, 64),
+        tiles(hq, inner, stride, bm),
+        tiles(values2.view(-1), inner, inner, 64),
+        y, h, hq, scales_x, scales_h, absmax, w13.scales, w2.scales, w13.bias, w2.bias, order, weights, offsets,
+        ticket, ready, rows, num_experts, width, inner, blocks, expert_rows, stride, spec.slope, spec.bound or 0.0,
+        *constants,
+        num_warps=4,
+        enable_fp_fusion=False,  # the epilogues' roundings are the contract's
+        launch_pdl=True,
+    )  # fmt: skip
+    combine(y, inverse, ids, weights, out, num_experts, spec, True)
+    return out
+
+
+def _programs(rows: int, num_experts: int, width: int, inner: int, config: LayerConfig, sms: int) -> int:
+    """One per SM, unless no kind of task has as many."""
+    most = max(-(-width // config.down_n), -(-inner // config.up_n))
+    return config.programs or min(sms, max_row_tiles(rows, num_experts, config.block_m) * most)
+
+
+@functools.lru_cache(maxsize=1024)
+def _constants(
+    config: LayerConfig,
+    spec: LayerSpec,
+    dtype: torch.dtype,
+    between: torch.dtype,
+    promote: bool,
+    biased13: bool,
+    biased2: bool,
+) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
+    """The operands' layout in shared memory, and the kernel's compile-time arguments."""
+    layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, between))
+    fmt = format_of(dtype)
+    constants = (
+        config.block_m,
+        config.down_n,
+        config.down_k,
+        config.num_stages,
+        BOXES,
+        min(config.block_m, MAX_ROWS),
+        out,
+        dtype == torch.int8,
+        promote,
+        0.0 if fmt is None else fmt.qmax,
+        spec.activation,
+        spec.gate_up,
+        spec.bound is not None,
+        spec.weight_on_input,
+        biased13,
+        biased2,
+    )
+    return layout, constants
