@@ -13,12 +13,18 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
 from lowgmm.formats import format_of
-from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, combine_kernel, moe_layer_kernel
+from lowgmm.kernels.arrange import arrange_kernel
+from lowgmm.kernels.arrange import variant as arrange_variant
+from lowgmm.kernels.combine import combine_kernel
+from lowgmm.kernels.grouped_mm import promote_every
+from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
-from lowgmm.kernels.rows import activate_kernel, gather_kernel
+from lowgmm.kernels.run_hopper import _constants
 from lowgmm.kernels.run_layer import constants
 from lowgmm.layer import LayerSpec
 from lowgmm.plan import LayerConfig
@@ -36,13 +42,19 @@ def compile_kernel(
     constexprs: dict[str, Any],
     target: GPUTarget,
     divisible: set[str],
+    source_type: type[ASTSource] = ASTSource,
     **options: int,
 ) -> dict[str, int]:
     """Compile with pointers and the integers named in ``divisible`` taken for multiples of 16."""
     types = types | dict.fromkeys(constexprs, "constexpr")
     names = kernel.arg_names
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if types[n].startswith("*") or n in divisible}
-    source = ASTSource(kernel, {n: types[n] for n in names}, constexprs, attrs)
+    odd = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
+    attrs = {
+        (i,): [["tt.divisibility", 16]]
+        for i, n in enumerate(names)
+        if (types[n].startswith("*") and n not in odd) or n in divisible
+    }
+    source = source_type(kernel, {n: types[n] for n in names}, constexprs, attrs)
     compiled = triton.compile(source, target=target, options={"enable_fp_fusion": False, **options})
     return report(compiled.asm, compiled.metadata.shared) | {"regs": getattr(compiled, "n_regs", 0) or 0}
 
@@ -54,8 +66,8 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
     dtype, direct = getattr(torch, request["dtype"]), config.launch == "direct"
     experts, hidden, inner, top_k = (request[name] for name in "EHIA")
     biased = bool(request.get("biased"))
-    if config.launch == "gmm":
-        return compile_rows(spec, dtype, biased, top_k, target)
+    if config.warp_specialize:
+        return compile_warp_specialised(spec, config, dtype, biased, request, target)
     shared = constants(spec, config, dtype, hidden, inner, (biased, biased), gpu_of(target))
     split, quantised = config.launch == "split", dtype.itemsize == 1
     reports = []
@@ -111,6 +123,7 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
             "out": "*bf16",
             "E": "i32",
             "H": "i32",
+            "stride_y": "i32",
         }
         constexprs = {
             "A": top_k,
@@ -119,31 +132,42 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
             "PDL": config.pdl,
             "BLOCK": 1024,
         }
-        reports.append(compile_kernel(combine_kernel, types, constexprs, target, {"H"}, num_warps=4))
+        reports.append(compile_kernel(combine_kernel, types, constexprs, target, {"H", "stride_y"}, num_warps=4))
         types = {"ids": "*i32", "order": "*i32", "inverse": "*i32", "offsets": "*i32", "R": "i32", "E": "i32"}
         blocks = _blocks(request["T"] * top_k, experts)
         reports.append(compile_kernel(sort_kernel, types, blocks, target, set(), num_warps=4))
     return reports
 
 
-def compile_rows(
-    spec: LayerSpec, dtype: torch.dtype, biased: bool, top_k: int, target: GPUTarget
+def compile_warp_specialised(
+    spec: LayerSpec, config: LayerConfig, dtype: torch.dtype, biased: bool, request: dict[str, Any], target: GPUTarget
 ) -> list[dict[str, int]]:
-    """The launches between two grouped matmuls, which tests/test_compile.py compiles."""
-    fmt = format_of(dtype)
-    shared = {"QMAX": 0.0 if fmt is None else fmt.qmax, "PDL": target.backend == "cuda", "BLOCK": 4096}
-    none = {} if fmt is not None else {"scales": None}
-    gather = {"x": "*bf16", "order": "*i32", "rows": f"*{ELEMENT[dtype]}", "scales": "*fp32"}
-    gather |= {"H": "i32", "stride_x": "i32", "clip": "fp32"}
-    act = {"gate_up": "*fp32", "h": "*bf16", "hq": f"*{ELEMENT[dtype]}", "scales": "*fp32", "order": "*i32"}
-    act |= {"ids": "*i32", "topk_weights": "*fp32", "bias": "*fp32", "E": "i32", "I": "i32"}
-    act |= {"slope": "fp32", "bound": "fp32"}
-    choices = {"ACTIVATION": spec.activation, "LAYOUT": spec.gate_up, "CLAMPED": spec.bound is not None}
-    choices |= {"WEIGHT_ON_INPUT": spec.weight_on_input, "BIAS": biased} | ({} if biased else {"bias": None})
-    return [
-        compile_kernel(gather_kernel, gather, {"A": top_k, **shared, **none}, target, {"H", "stride_x"}, num_warps=4),
-        compile_kernel(activate_kernel, act, {**choices, **shared, **none}, target, {"I"}, num_warps=4),
-    ]
+    """Both products, and the launch before them; combine is every layer's."""
+    fmt, element = format_of(dtype), ELEMENT[dtype]
+    promote = promote_every(dtype, gpu_of(target)) > 0
+    layout, constants = _constants(config, spec, dtype, torch.bfloat16, promote, biased, biased)
+    names = hopper_layer_kernel.arg_names
+    constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
+    x, w = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in (config.block_m, 64))
+    types = {"x": x, "hq_tiles": x, "w_gate": w, "w_up": w, "w2": w, "y": "*bf16", "h": "*bf16", "hq": f"*{element}"}
+    types |= dict.fromkeys(("scales_x", "scales_h", "w13_scales", "w2_scales", "topk_weights"), "*fp32")
+    types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready"), "*i32")
+    types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("slope", "bound"), "fp32")
+    types |= dict.fromkeys(("R", "E", "H", "I", "S", "expert_rows", "stride"), "i32")
+    constexprs |= {} if biased else {"w13_bias": None, "w2_bias": None}
+    constexprs |= {"w13_scales": None, "w2_scales": None} if fmt is None else {}
+    divisible = {"H", "I", "expert_rows", "stride"}
+    made = [compile_kernel(hopper_layer_kernel, types, constexprs, target, divisible, GluonASTSource, num_warps=4)]
+    if request.get("all"):
+        types = dict.fromkeys(("R", "T", "E", "chunks", "size", "zeros", "H", "stride_x", "stride_xq"), "i32")
+        types |= {"ids": "*i32", "x": "*bf16", "xq": f"*{element}", "scales": "*fp32", "gate": "*i32", "table": "*i32"}
+        constexprs = arrange_variant(request["E"], request["H"])
+        constexprs |= {"A": request["A"], "QMAX": 0.0 if fmt is None else fmt.qmax, "PDL": True}
+        divisible = {"H", "stride_x", "stride_xq"}
+        made.append(
+            compile_kernel(arrange_kernel, types | {"clip": "fp32"}, constexprs, target, divisible, num_warps=4)
+        )
+    return made
 
 
 def compile_layers(requests: list[dict[str, Any]]) -> list[list[dict[str, int]]]:

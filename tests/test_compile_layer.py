@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lowgmm.gpu import Gpu
-from lowgmm.plan import LayerProblem, own_kernels
+from lowgmm.plan import LayerProblem, own_kernels, pick
 from test_compile import GPUS
 
 if importlib.util.find_spec("triton") is None:
@@ -21,11 +21,13 @@ TOKENS = {"sm90": (1, 8, 400, 1000, 8192), "sm80": (8, 8192), "sm100": (8, 8192)
 GPT_OSS = {"activation": "swiglu_oai", "gate_up": "interleaved"}
 
 
-def request(target: str, gpu: Gpu, name: str, dtype: torch.dtype, T: int, **more: Any) -> dict[str, Any]:
+def request(
+    target: str, gpu: Gpu, name: str, dtype: torch.dtype, T: int, choose: Any = own_kernels, **more: Any
+) -> dict[str, Any]:
     E, A, H, I = LAYERS[name]
     options = more.get("options", {})
     how = options.get("requantize", "token"), options.get("gate_up", "concatenated")
-    config = own_kernels(LayerProblem(T, A, E, H, I, dtype, *how), gpu)
+    config = choose(LayerProblem(T, A, E, H, I, dtype, *how), gpu)
     assert config is not None
     kind = str(dtype).removeprefix("torch.")
     return {"E": E, "A": A, "H": H, "I": I, "T": T, "dtype": kind, "config": str(config), "target": target, **more}
@@ -39,10 +41,13 @@ def requests() -> list[dict[str, Any]]:
                 continue  # refused, or run as a sequence of operations
             made += [request(target, gpu, "qwen3", dtype, T, all=T == 8) for T in TOKENS[target]]
         made.append(request(target, gpu, "seed", torch.int8, 128))
-    for dtype in ("int8", "float8_e4m3fn", "bfloat16"):
-        made.append({**made[4], "dtype": dtype, "T": 8192, "config": "gmm"})
-    made.append({**made[4], "config": "gmm", "options": {**GPT_OSS, "weight_on_input": True}, "biased": True})
     hopper = GPUS["sm90"]
+    for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
+        for T in (1, 512, 1000, 8192):
+            made.append(request("sm90", hopper, "qwen3", dtype, T, pick, all=T in (1, 8192)))
+    made.append(
+        request("sm90", hopper, "seed", torch.int8, 64, pick, options={**GPT_OSS, "weight_on_input": True}, biased=True)
+    )
     for T in (1, 8, 8192):
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options=GPT_OSS, biased=True))
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options={"requantize": "group128"}))
@@ -72,7 +77,7 @@ def test_compiles(index: int, reports: list[list[dict[str, int]]]) -> None:
     for report in launches:
         assert report["spills"] == 0
         assert report["shared"] <= GPUS[r["target"]].shared_memory
-    products = launches[: {"split": 2, "gmm": 0}.get(r["config"].partition("-")[0], 1)]
+    products = launches[: 2 if r["config"].startswith("split") else 1]
     for report in products:
         if r["target"] == "sm90":
             assert report["tma"] > 0

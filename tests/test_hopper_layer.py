@@ -1,5 +1,4 @@
-"""The layer in one warp-specialised launch on a Hopper GPU, at every edge; nothing else can run it (Triton's interpreter
-cannot)."""
+"""The layer in one warp-specialised launch on a Hopper GPU, at every edge; Triton's interpreter cannot run it."""
 
 from __future__ import annotations
 

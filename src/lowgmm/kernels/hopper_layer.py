@@ -5,7 +5,6 @@ What is drawn, in this order, and why nobody waits for ever: docs/decisions/0013
 
 from __future__ import annotations
 
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
@@ -129,7 +128,8 @@ def load_gate_up(
 
 @gluon.jit
 def produce(
-    x, w_gate, w_up, h, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, E, H, I, S, expert_rows, tiles1, passes,
+    x, w_gate, w_up, h, w2, ready, xs, ws0, ws1, box, full, empty, posted, read,
+    H, I, S, expert_rows, tiles1, passes,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr, GATED: gl.constexpr, QUANTISED: gl.constexpr,
     BYTES: gl.constexpr,
@@ -412,7 +412,9 @@ def down(
     write(turn(value, out), y, row, end, column, H, stride, BM)
 
 
-@gluon.jit(do_not_specialize=["R", "E", "S"], do_not_specialize_on_alignment=["absmax", "order", "offsets", "ready"])
+@gluon.jit(
+    do_not_specialize=["R", "E", "S"], do_not_specialize_on_alignment=["absmax", "order", "offsets", "ready", "ticket"]
+)
 def hopper_layer_kernel(
     x,  # descriptor [BM, BK] over (R, H): each slot's token, by expert
     w_gate,  # descriptor [64, BK]: the gate rows of all experts, expert_rows apart; without a gate all rows
@@ -517,7 +519,7 @@ def hopper_layer_kernel(
                        taken, H, I, S, tiles1, stride, slope, bound,
                        1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
                        CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
-            (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, E, H, I, S,
+            (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, H, I, S,
                        expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,
                        BYTES)),
             (schedule, (offsets, ticket, box, posted, read, R, E, tiles1, passes, tiles2, BM, ROWS, BOXES, QMAX > 0)),

@@ -96,51 +96,45 @@ def sort_kernel(ids, order, inverse, offsets, R, E, BINS: tl.constexpr, BLOCK: t
 
 @triton.jit
 def scatter_row(
-    x, xq, scales, ids, inverse, gate, E, H, stride_xq, clip, A: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr
+    x, xq, scales, ids, inverse, gate, E, H, clip, A: tl.constexpr, QMAX: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Quantise a token once, and write it to the sorted row of each of its slots, once the sort is done."""
-    if QMAX > 0:
-        row_inverse, scale = scales_of(row_absmax(x, H, clip, BLOCK), QMAX)
+    row_inverse, scale = scales_of(row_absmax(x, H, clip, BLOCK), QMAX)
     while tl.atomic_add(gate + 1, 0, sem="acquire") < E:
         pass
     k = tl.arange(0, BLOCK)
     for start in tl.range(0, H, BLOCK):
-        v = tl.load(x + start + k, mask=start + k < H, other=0.0)
-        if QMAX > 0:
-            v = round_to(v.to(tl.float32) * row_inverse, QMAX, xq.dtype.element_ty)
+        v = tl.load(x + start + k, mask=start + k < H, other=0.0).to(tl.float32) * row_inverse
+        q = round_to(v, QMAX, xq.dtype.element_ty)
         for a in tl.static_range(A):  # unrolled and without branches, so that the loads do not wait for each other
             e = tl.load(ids + a)
             local = (e >= 0) & (e < E)
             row = tl.load(inverse + a, mask=local, other=0).to(tl.int64)
-            tl.store(xq + row * stride_xq + start + k, v, mask=(start + k < H) & local)
-            if QMAX > 0:
-                tl.store(scales + row, scale, mask=local)
+            tl.store(xq + row * H + start + k, q, mask=(start + k < H) & local)
+            tl.store(scales + row, scale, mask=local)
     tl.debug_barrier()
     if tl.atomic_add(gate + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1:
         tl.store(gate + 1, 0)  # all experts are sorted and all tokens placed
 
 
-@triton.jit(do_not_specialize=["R", "bound", "zeros"])
+@triton.jit(do_not_specialize=["R", "bound"])
 def prepare_kernel(
     ids,  # (T, A) int
     x,  # (T, H) float, row stride stride_x
-    xq,  # (T, H) int8 or float8e4nv; with GATHER (R, H), row stride stride_xq
+    xq,  # (T, H) int8 or float8e4nv
     scales,  # (T,) float32
     out,  # (T, H)
-    workspace,  # int32: the queue's ticket, the number of row tiles, two spare; records of row tiles and counters,
-    # both ``bound``; order R; words that are zeroed; with GATHER inverse R and offsets E + 1
+    workspace,  # int32, see moe_layer
     gate,  # (2,) int32, zero before and after: with GATHER a ticket, and experts sorted plus tokens placed
     R,
     bound,
-    zeros,
     E,
     H,
     stride_x,
-    stride_xq,
     clip,
     A: tl.constexpr,
     QMAX: tl.constexpr,  # 0: hidden is not quantised
-    TILES: tl.constexpr,
+    GROUPS: tl.constexpr,  # scales of a row of h; 0: h is not quantised by its absmax
     PDL: tl.constexpr,
     GATHER: tl.constexpr,  # xq and scales have a row for each slot, sorted, instead of one for each token
     ZERO: tl.constexpr,  # tokens without an expert are zeroed here, because no combine follows
@@ -164,13 +158,13 @@ def prepare_kernel(
     tiles = workspace + 4
     done = tiles + bound * TILE_FIELDS
     order = done + bound
-    zeroed = order + R
-    inverse = zeroed + zeros
+    absmax = order + R
+    inverse = absmax + R * GROUPS
     if pid < E:
         if pid == 0:
             tl.store(workspace, 0)  # the queue's ticket
         place_expert(
-            ids, order, inverse, inverse + R, tiles, done, workspace + 1, pid, R, E, TILES, GATHER, BM, BINS, BLOCK
+            ids, order, inverse, inverse + R, tiles, done, workspace + 1, pid, R, E, True, GATHER, BM, BINS, BLOCK
         )  # fmt: skip
         if GATHER:
             tl.debug_barrier()
@@ -179,16 +173,15 @@ def prepare_kernel(
         t = (pid - E).to(tl.int64)
         if GATHER:
             scatter_row(
-                x + t * stride_x, xq, scales, ids + t * A, inverse + t * A, gate, E, H, stride_xq,
-                clip, A, QMAX, BLOCK_H,
+                x + t * stride_x, xq, scales, ids + t * A, inverse + t * A, gate, E, H, clip, A, QMAX, BLOCK_H
             )  # fmt: skip
         elif QMAX > 0:
             quantize_row(x + t * stride_x, xq + t * H, scales + t, H, clip, QMAX, BLOCK_H)
-        share = tl.cdiv(zeros, tl.num_programs(0) - E)
-        j = tl.arange(0, 64)
-        for start in tl.range(0, share, 64):
-            at = t * share + start + j
-            tl.store(zeroed + at, tl.zeros((64,), dtype=tl.int32), mask=(start + j < share) & (at < zeros))
+        if GROUPS > 0:
+            j = tl.arange(0, 64)
+            for start in tl.range(0, A * GROUPS, 64):
+                inside = start + j < A * GROUPS
+                tl.store(absmax + t * A * GROUPS + start + j, tl.zeros((64,), dtype=tl.int32), mask=inside)
         if ZERO:
             e = tl.load(ids + t)
             if (e < 0) | (e >= E):
@@ -333,13 +326,12 @@ def prepare(
     block_m: int,
     fmt: QuantFormat | None,
     clip: float | None,
-    zeros: int,
-    zero_rows: bool,
+    groups: int,
     pdl: bool,
 ) -> None:
     """Launch :func:`prepare_kernel`: sort the slots, list the row tiles, quantise the tokens, reset the counters.
 
-    With a ``gate``, xq and scales are filled by sorted row. With ``block_m`` 0 no row tiles are listed.
+    With a ``gate``, xq and scales are filled by sorted row.
     """
     (num_tokens, top_k), width = ids.shape, x.shape[1]
     block_h = min(max(128, triton.next_power_of_2(width)), 4096)
@@ -352,20 +344,18 @@ def prepare(
         workspace,
         workspace if gate is None else gate,
         ids.numel(),
-        max_row_tiles(ids.numel(), num_experts, block_m) if block_m else 0,
-        zeros,
+        max_row_tiles(ids.numel(), num_experts, block_m),
         num_experts,
         width,
         x.stride(0),
-        xq.stride(0),
         math.inf if clip is None else clip,
         A=top_k,
         QMAX=0.0 if fmt is None else fmt.qmax,
-        TILES=block_m > 0,
+        GROUPS=groups,
         PDL=pdl,
         GATHER=gate is not None,
-        ZERO=zero_rows,
-        BM=max(block_m, 1),
+        ZERO=top_k == 1,
+        BM=block_m,
         BLOCK_H=block_h,
         **_blocks(ids.numel(), num_experts),
         num_warps=4,

@@ -12,12 +12,11 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from lowgmm.formats import format_of
 from lowgmm.gpu import describe
+from lowgmm.kernels.arrange import arrange
 from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
-from lowgmm.kernels.queue import counters
-from lowgmm.kernels.route import prepare
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
 from lowgmm.routing import max_row_tiles
@@ -42,7 +41,7 @@ def moe_ffn(
     bfloat16 weights it is R · 4 · max(H, I): there the tokens share with the outputs.
     """
     values13, values2 = (w.operands[0].contiguous() for w in (w13, w2))
-    (num_tokens, top_k), (num_experts, width, inner) = topk_ids.shape, values2.shape
+    num_tokens, (num_experts, width, inner) = len(topk_ids), values2.shape
     rows, fmt, device = topk_ids.numel(), format_of(values2.dtype), hidden.device
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
@@ -53,27 +52,13 @@ def moe_ffn(
     y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
     bm, bk = config.block_m, config.down_k
     blocks = rows // bm + num_experts + 1
-    zeros = rows + 2 * blocks
-    workspace = torch.empty(4 + rows + zeros + rows + num_experts + 1, dtype=torch.int32, device=device)
-    ticket, order, absmax, ready, inverse, offsets = workspace.split((4, rows, rows, 2 * blocks, rows, num_experts + 1))
+    sms = describe(device).sms
     scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     out = hidden.new_empty((num_tokens, width))
-    prepare(
-        ids,
-        hidden,
-        x,
-        scales_x,
-        out,
-        workspace,
-        counters(device, 2),
-        num_experts,
-        0,
-        fmt,
-        spec.clip,
-        zeros,
-        False,
-        True,
+    order, inverse, offsets, zeros = arrange(
+        ids, hidden, x, scales_x, num_experts, fmt, spec.clip, 4 + rows + 2 * blocks, sms
     )
+    ticket, absmax, ready = zeros.split((4, rows, 2 * blocks))
     layout, constants = _constants(
         config, spec, values2.dtype, between, promote_every(values2.dtype, describe(device)) > 0,
         w13.bias is not None, w2.bias is not None,
@@ -87,7 +72,7 @@ def moe_ffn(
     across, expert_rows = (2, inner) if spec.gate_up == "interleaved" else (1, values13.shape[1])
     gate = values13.view(-1)
     up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
-    hopper_layer_kernel[(_programs(rows, num_experts, width, inner, config, describe(device).sms),)](
+    hopper_layer_kernel[(_programs(rows, num_experts, width, inner, config, sms),)](
         tiles(x, width, stride, bm),
         tiles(gate, width, across * width, 64),
         tiles(up, width, across * width, 64),

@@ -123,7 +123,7 @@ class Call:
         gate = counters(self.device, 2) if self.config.gather else None
         prepare(
             self.ids, self.hidden, self.x, self.scales_x, self.out, self.workspace, gate, self.E, self.config.block_m,
-            self.fmt, self.spec.clip, self.R * self.constexprs["GROUPS"], self.A == 1, self.pdl,
+            self.fmt, self.spec.clip, self.constexprs["GROUPS"], self.pdl,
         )  # fmt: skip
 
     def products(self, phase: tl.constexpr) -> None:
