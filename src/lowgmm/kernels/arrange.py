@@ -40,7 +40,7 @@ def place_chunk(
     BINS: tl.constexpr, SUB: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """Sorted positions of a chunk's slots, from how many slots of each expert there are in it and before it."""
-    bins, i, j = tl.arange(0, BINS), tl.arange(0, SUB), tl.arange(0, MOST)
+    bins, i, j, lane = tl.arange(0, BINS), tl.arange(0, SUB), tl.arange(0, MOST), tl.arange(0, 32)
     total = tl.zeros((BINS,), dtype=tl.int32)
     before = tl.zeros((BINS,), dtype=tl.int32)
     if chunks == 1:
@@ -56,11 +56,14 @@ def place_chunk(
     following = starts + before
     for start in tl.range(first, end, SUB):
         e = load_ids(ids, start + i, end, E)
-        rank = tl.sum(((e[:, None] == e[None, :]) & (i[None, :] < i[:, None])).to(tl.int32), 1)
-        position = tl.gather(following, e, 0) + rank
+        position = tl.gather(following, e, 0)
+        for other in tl.range(0, SUB, 32):  # a few at a time, for want of registers
+            f = load_ids(ids, start + other + lane, end, E)
+            position += tl.sum(((e[:, None] == f[None, :]) & (other + lane[None, :] < i[:, None])).to(tl.int32), 1)
         tl.store(order + position, start + i, mask=start + i < end)
         tl.store(inverse + start + i, position, mask=start + i < end)
-        following += tl.histogram(e, BINS)
+        if start + SUB < end:
+            following += tl.histogram(e, BINS)
 
 
 @triton.jit(do_not_specialize=["R", "T", "E", "chunks", "size", "zeros"])
@@ -126,7 +129,8 @@ def arrange_kernel(
             token = x + (tl.zeros((), dtype=tl.int64) + t) * stride_x
             if QMAX > 0:
                 row_inverse, scale = scales_of(row_absmax(token, H, clip, BLOCK), QMAX)
-            wait_for(gate + 2, chunks)
+            if t == mine:
+                wait_for(gate + 2, chunks)
             for start in tl.range(0, H, BLOCK):
                 v = tl.load(token + start + k, mask=start + k < H, other=0.0)
                 if QMAX > 0:
@@ -152,7 +156,7 @@ def variant(num_experts: int, width: int) -> dict[str, int]:
 
 SUB, MAX_CHUNKS = 128, 128
 """Slots that are placed at a time, each compared with each; chunks of at least as many."""
-PROGRAMS_PER_SM = 8
+PROGRAMS_PER_SM = 4
 
 
 def arrange(
@@ -194,7 +198,7 @@ def arrange(
         QMAX=0.0 if fmt is None else fmt.qmax,
         PDL=ids.device.type == "cuda",
         **constants,
-        num_warps=4,
+        num_warps=8,
         enable_fp_fusion=False,
     )
     order, inverse, offsets, zeroed, _ = table.split((rows, rows, num_experts + 1, zeros, chunks * bins))

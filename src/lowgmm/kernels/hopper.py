@@ -26,7 +26,7 @@ from lowgmm.relaunch import Relauncher, descriptor
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
-LANES = gl.constexpr(128)
+LANES = gl.constexpr(32)
 """Groups that a warp looks at together."""
 
 BAND = gl.constexpr(8)
@@ -49,7 +49,7 @@ def bounds(offsets, group, M, E):
 @gluon.jit
 def count(offsets, first, M, E, tiles_n, BM: gl.constexpr):
     """Tiles of the 32 experts from ``first`` on, summed up to and including each."""
-    expert = first + gl.arange(0, LANES, layout=gl.BlockedLayout([4], [32], [gl.num_warps()], [0]))
+    expert = first + gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     start, end = bounds(offsets, expert, M, E)
     tiles = gl.where(expert < E, gl.cdiv(gl.maximum(end - start, 0), BM) * tiles_n, 0)
     return gl.associative_scan(tiles, 0, add)
