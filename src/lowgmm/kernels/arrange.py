@@ -1,19 +1,26 @@
-"""Sort the slots by expert and write each one's quantised token in that order, in one launch."""
+"""Sort the slots by expert, and write each one's quantised token in that order."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.formats import QuantFormat
 from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import load_ids
+
+COLUMNS = tl.constexpr(32)
+"""Experts that one program of the scan sums up."""
+
+DRAWN, COUNTED, SCANNED, PLACED, FINISHED = (tl.constexpr(i) for i in range(5))
+"""Words of the gate."""
 
 
 @triton.jit
@@ -22,6 +29,13 @@ def wait_for(counter, least):
     while tl.load(counter, volatile=True) < least:
         pass
     tl.atomic_add(counter, 0, sem="acquire")
+
+
+@triton.jit
+def announce(counter):
+    """Everything that this program has written comes before one more in ``counter``."""
+    tl.debug_barrier()
+    tl.atomic_add(counter, 1, sem="release")
 
 
 @triton.jit
@@ -35,25 +49,34 @@ def count_chunk(ids, counts, first, end, E, BINS: tl.constexpr, SUB: tl.constexp
 
 
 @triton.jit
-def place_chunk(
-    ids, counts, order, inverse, offsets, chunk, chunks, first, end, E,
-    BINS: tl.constexpr, SUB: tl.constexpr, MOST: tl.constexpr,
-):  # fmt: skip
-    """Sorted positions of a chunk's slots, from how many slots of each expert there are in it and before it."""
-    bins, i, j, lane = tl.arange(0, BINS), tl.arange(0, SUB), tl.arange(0, MOST), tl.arange(0, 32)
-    total = tl.zeros((BINS,), dtype=tl.int32)
-    before = tl.zeros((BINS,), dtype=tl.int32)
-    if chunks == 1:
-        total += tl.histogram(load_ids(ids, i, end, E), BINS)  # of its own: nobody else counts
-    for q in tl.range(0, tl.where(chunks == 1, 0, chunks), MOST):
-        at = (q + j)[:, None] * BINS + bins[None, :]
-        sizes = tl.load(counts + at, mask=(q + j < chunks)[:, None], other=0)
+def scan_chunks(counts, totals, column, chunks, BINS: tl.constexpr):
+    """In place: how many slots of these experts all chunks before a chunk have; and how many all have."""
+    i, bins = tl.arange(0, 64), column + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for start in tl.range(0, chunks, 64):
+        at = (start + i)[:, None] * BINS + bins[None, :]
+        sizes = tl.load(counts + at, mask=(start + i < chunks)[:, None], other=0)
+        tl.store(counts + at, total[None, :] + tl.cumsum(sizes, 0) - sizes, mask=(start + i < chunks)[:, None])
         total += tl.sum(sizes, 0)
-        before += tl.sum(tl.where((q + j < chunk)[:, None], sizes, 0), 0)
-    starts = tl.cumsum(total, 0) - total
+    tl.store(totals + bins, total)
+
+
+@triton.jit
+def place_chunk(
+    ids, counts, totals, order, inverse, offsets, chunk, chunks, first, end, E, BINS: tl.constexpr, SUB: tl.constexpr
+):  # fmt: skip
+    """Sorted positions of a chunk's slots, from how many slots of each expert there are in all, and before it."""
+    bins, i, lane = tl.arange(0, BINS), tl.arange(0, SUB), tl.arange(0, 32)
+    if chunks == 1:
+        total = tl.histogram(load_ids(ids, i, end, E), BINS)
+        following = tl.cumsum(total, 0) - total
+    else:
+        total = tl.load(totals + bins)
+        following = tl.cumsum(total, 0) - total
     if chunk == 0:
-        tl.store(offsets + bins, starts, mask=bins <= E)
-    following = starts + before
+        tl.store(offsets + bins, following, mask=bins <= E)
+    if chunks > 1:
+        following += tl.load(counts + chunk * BINS + bins)
     for start in tl.range(first, end, SUB):
         e = load_ids(ids, start + i, end, E)
         position = tl.gather(following, e, 0)
@@ -72,9 +95,10 @@ def arrange_kernel(
     x,  # (T, H) float, row stride stride_x
     xq,  # (R, H) int8, float8e4nv or bfloat16, row stride stride_xq, written by sorted row
     scales,  # (R,) float32, written likewise
-    gate,  # (4,) int32, zero before and after: tickets drawn, chunks counted, chunks placed, programs that are done
+    gate,  # (5,) int32, zero before and after: tickets drawn, chunks counted, columns scanned, chunks placed, programs
+    # that are done
     table,  # int32, written: order R, inverse R and offsets E + 1, as ``routing.route`` defines them; ``zeros`` zeros;
-    # counts [chunks, BINS]
+    # totals [BINS], counts [chunks, BINS]
     R,
     T,
     E,
@@ -87,39 +111,52 @@ def arrange_kernel(
     clip,
     A: tl.constexpr,
     QMAX: tl.constexpr,  # 0: tokens are copied
+    SORT: tl.constexpr,
+    GATHER: tl.constexpr,
     PDL: tl.constexpr,
-    BINS: tl.constexpr,  # power of two > E + 1
+    BINS: tl.constexpr,  # power of two > E + 1, at least COLUMNS
     SUB: tl.constexpr,
-    MOST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Grid (2 · chunks + programs,): some count a chunk's slots, some place them, and the others take tokens in turns.
-    The only chunk is counted by whoever places it.
+    """With SORT, programs that count a chunk's slots, that scan the counts, that place a chunk's slots; with GATHER,
+    programs that take tokens in turns. The only chunk is counted by whoever places it.
 
-    A program's number is a ticket, so whoever is waited for has started before whoever waits, in whatever order the
-    hardware starts them.
+    Where both are one launch, and within SORT, a program's number is a ticket: whoever is waited for has started before
+    whoever waits, in whatever order the hardware starts them.
     """
     if PDL:
+        if not SORT:
+            gdc_wait()
         gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
-    pid = tl.atomic_add(gate, 1, sem="relaxed")
     order, inverse, offsets = table, table + R, table + 2 * R
     zeroed = offsets + E + 1
-    counts = zeroed + zeros
-    first = pid % chunks * size
-    end = tl.minimum(first + size, R)
-    counting = tl.where(chunks == 1, 0, chunks)
-    if pid < counting:
-        count_chunk(ids, counts + pid * BINS, first, end, E, BINS, SUB)
-        tl.debug_barrier()
-        tl.atomic_add(gate + 1, 1, sem="release")
-    elif pid < counting + chunks:
-        wait_for(gate + 1, counting)
-        place_chunk(ids, counts, order, inverse, offsets, pid - counting, chunks, first, end, E, BINS, SUB, MOST)
-        tl.debug_barrier()
-        tl.atomic_add(gate + 2, 1, sem="release")
-    else:
-        mine = pid - counting - chunks
-        programs = tl.num_programs(0) - counting - chunks
+    totals = zeroed + zeros
+    counts = totals + BINS
+    pid = tl.program_id(0)
+    programs = tl.num_programs(0)
+    ahead = 0
+    if SORT:
+        pid = tl.atomic_add(gate + DRAWN, 1, sem="relaxed")
+        counting = tl.where(chunks == 1, 0, chunks)
+        scanning = tl.where(chunks == 1, 0, BINS // COLUMNS)
+        ahead = counting + scanning + chunks
+        if pid < counting:
+            count_chunk(ids, counts + pid * BINS, pid * size, tl.minimum(pid * size + size, R), E, BINS, SUB)
+            announce(gate + COUNTED)
+        elif pid < counting + scanning:
+            wait_for(gate + COUNTED, counting)
+            scan_chunks(counts, totals, (pid - counting) * COLUMNS, chunks, BINS)
+            announce(gate + SCANNED)
+        elif pid < ahead:
+            wait_for(gate + SCANNED, scanning)
+            chunk = pid - counting - scanning
+            first = chunk * size
+            end = tl.minimum(first + size, R)
+            place_chunk(ids, counts, totals, order, inverse, offsets, chunk, chunks, first, end, E, BINS, SUB)
+            announce(gate + PLACED)
+        programs -= ahead
+    if GATHER and pid >= ahead:
+        mine = pid - ahead
         share, j = tl.cdiv(zeros, programs), tl.arange(0, 64)
         for start in tl.range(0, share, 64):
             at = mine * share + start + j
@@ -129,8 +166,9 @@ def arrange_kernel(
             token = x + (tl.zeros((), dtype=tl.int64) + t) * stride_x
             if QMAX > 0:
                 row_inverse, scale = scales_of(row_absmax(token, H, clip, BLOCK), QMAX)
-            if t == mine:
-                wait_for(gate + 2, chunks)
+            if SORT:
+                if t == mine:
+                    wait_for(gate + PLACED, chunks)
             for start in tl.range(0, H, BLOCK):
                 v = tl.load(token + start + k, mask=start + k < H, other=0.0)
                 if QMAX > 0:
@@ -142,21 +180,25 @@ def arrange_kernel(
                     tl.store(xq + row * stride_xq + start + k, v, mask=(start + k < H) & local)
                     if QMAX > 0:
                         tl.store(scales + row, scale, mask=local)
-        if tl.atomic_add(gate + 3, 1, sem="relaxed") == programs - 1:
-            for i in tl.static_range(4):  # nobody draws or waits any more
-                tl.store(gate + i, 0)
+    if SORT:
+        if pid >= (ahead if GATHER else ahead - chunks):
+            # Of the programs that come last the last one: nobody draws or waits any more.
+            if tl.atomic_add(gate + FINISHED, 1, sem="relaxed") == (programs if GATHER else chunks) - 1:
+                for i in tl.static_range(FINISHED + 1):
+                    tl.store(gate + i, 0)
+
+
+SUB, MAX_CHUNKS = 128, 512
+"""Slots that are placed at a time, each compared with each; chunks of at least as many."""
+
+ONE_LAUNCH = 1024
+"""Slots up to which sorting and gathering are one launch."""
 
 
 def variant(num_experts: int, width: int) -> dict[str, int]:
-    """Compile-time arguments; few, so that no token count compiles a kernel of its own."""
-    bins = max(16, triton.next_power_of_2(num_experts + 2))
-    block = min(max(128, triton.next_power_of_2(width)), 4096)
-    return {"BINS": bins, "SUB": SUB, "MOST": max(1, 4096 // bins), "BLOCK": block}
-
-
-SUB, MAX_CHUNKS = 128, 128
-"""Slots that are placed at a time, each compared with each; chunks of at least as many."""
-PROGRAMS_PER_SM = 4
+    """Compile-time arguments that depend on sizes; few, so that no token count compiles a kernel of its own."""
+    bins = max(COLUMNS.value, triton.next_power_of_2(num_experts + 2))
+    return {"BINS": bins, "SUB": SUB, "BLOCK": min(max(128, triton.next_power_of_2(width)), 4096)}
 
 
 def arrange(
@@ -168,7 +210,6 @@ def arrange(
     fmt: QuantFormat | None,
     clip: float | None,
     zeros: int,
-    sms: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Fill ``xq`` and ``scales`` by sorted row; returns order [R], inverse [R], offsets [E+1] and so many zeros."""
     (num_tokens, top_k), width, rows = ids.shape, x.shape[1], ids.numel()
@@ -176,30 +217,23 @@ def arrange(
     bins = constants["BINS"]
     size = SUB * -(-rows // (SUB * MAX_CHUNKS))
     chunks = -(-rows // size)
-    table = torch.empty(2 * rows + num_experts + 1 + zeros + chunks * bins, dtype=torch.int32, device=ids.device)
-    arrange_kernel[((2 * chunks if chunks > 1 else 1) + min(num_tokens, sms * PROGRAMS_PER_SM),)](
-        ids,
-        x,
-        xq,
-        scales,
-        counters(ids.device, 4),
-        table,
-        rows,
-        num_tokens,
-        num_experts,
-        chunks,
-        size,
-        zeros,
-        width,
-        x.stride(0),
-        xq.stride(0),
-        math.inf if clip is None else clip,
-        A=top_k,
-        QMAX=0.0 if fmt is None else fmt.qmax,
-        PDL=ids.device.type == "cuda",
-        **constants,
-        num_warps=8,
-        enable_fp_fusion=False,
-    )
-    order, inverse, offsets, zeroed, _ = table.split((rows, rows, num_experts + 1, zeros, chunks * bins))
+    sorting = 1 if chunks == 1 else 2 * chunks + bins // COLUMNS.value
+    parts = (rows, rows, num_experts + 1, zeros, bins * (chunks + 1))
+    table = torch.empty(sum(parts), dtype=torch.int32, device=ids.device)
+    pdl = ids.device.type == "cuda"
+
+    def launch(programs: int, num_warps: int, sort: bool, gather: bool, **options: Any) -> None:
+        arrange_kernel[(programs,)](
+            ids, x, xq, scales, counters(ids.device, 8), table, rows, num_tokens, num_experts, chunks, size, zeros, width,
+            x.stride(0), xq.stride(0), math.inf if clip is None else clip, A=top_k,
+            QMAX=0.0 if fmt is None else fmt.qmax, SORT=sort, GATHER=gather, PDL=pdl, **constants,
+            num_warps=num_warps, enable_fp_fusion=False, **options,
+        )  # fmt: skip
+
+    if rows <= ONE_LAUNCH:
+        launch(sorting + num_tokens, 8, True, True)
+    else:  # apart, because the sort's registers would leave room for few programs that gather
+        launch(sorting, 8, True, False)
+        launch(num_tokens, 4, False, True, **({"launch_pdl": True} if pdl else {}))
+    order, inverse, offsets, zeroed, _ = table.split(parts)
     return order, inverse, offsets, zeroed

@@ -11,7 +11,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.kernels.hopper import (
-    channel_values,
     count,
     load_block,
     multiply,
@@ -192,23 +191,24 @@ def requantise(
     """A warpgroup's half of a task: ROWS/2 rows, 64 elements a thread at a time."""
     HIGH: gl.constexpr = ROWS // 2
     WIDE: gl.constexpr = 8192 // HIGH
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [1, 32], [4, 1], [1, 0])
+    ACROSS: gl.constexpr = min(32, WIDE // 16)
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     rm = row + HALF * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, LAYOUT))
     live = rm < stop
     bits = gl.load(absmax + rm, mask=live, other=0, volatile=True)
     inverse, scale = scales_of(bits.to(gl.float32, bitcast=True), QMAX)
-    gl.store(scales_h + rm, scale, mask=live)
     for c in range(column * PASS, gl.minimum(I, (column + 1) * PASS), WIDE):
         rn = c + gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))
         inside = gl.expand_dims(live, 1) & gl.expand_dims(rn < I, 0)
         at = gl.expand_dims(rm.to(gl.int64) * stride, 1) + gl.expand_dims(rn, 0)
         v = gl.load(h + at, mask=inside, other=0.0).to(gl.float32) * gl.expand_dims(inverse, 1)
         gl.store(hq + at, round_to(v, QMAX, hq.dtype.element_ty), mask=inside)
+    gl.store(scales_h + rm, scale, mask=live)
 
 
 @gluon.jit
 def scaled(
-    acc, scales_w, bias, sx, weight,
+    acc, scales_w, shift, sx, weight,
     ACC: gl.constexpr, QUANTISED: gl.constexpr, WEIGHTED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """acc · scales_w · scales_x · weight + bias in float32, in the order of ``moe_tiles.scaled``."""
@@ -218,7 +218,7 @@ def scaled(
     if WEIGHTED:
         value = value * gl.expand_dims(weight.load(gl.SliceLayout(0, ACC)), 0)
     if BIAS:
-        value = value + gl.expand_dims(bias, 1)
+        value = value + gl.expand_dims(shift, 1)
     return value
 
 
@@ -227,11 +227,11 @@ def row_values(
     scales_x, scales_h, order, topk_weights, kind, row, end,
     BM: gl.constexpr, QUANTISED: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
-    """The scale of each of a tile's rows, and its router weight where that comes before the activation."""
+    """The scale of each of a tile's rows, and its router weight if that comes before the activation (else 1)."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     rm = row + gl.arange(0, BM, layout=LINE)
     scale = gl.full([BM], 0, gl.float32, LINE)
-    share = scale
+    share = gl.full([BM], 1, gl.float32, LINE)
     if kind == UP:
         if QUANTISED:
             scale = gl.load(scales_x + rm, mask=rm < end, other=0.0)
@@ -244,13 +244,50 @@ def row_values(
 
 
 @gluon.jit
+def channels(
+    kind, expert, column, H, I,
+    HALF: gl.constexpr, BLOCK: gl.constexpr, ACC: gl.constexpr, BN: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Where in [E, N] the 64 channels of a warpgroup's accumulator number BLOCK are, and which of them exist."""
+    lane = gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    rn = column * BN + (HALF * (BN // 2) + 64 * BLOCK) + lane
+    wide = expert.to(gl.int64)
+    if kind == DOWN:
+        at, inside = wide * H + rn, rn < H
+    elif LAYOUT == "none":
+        at, inside = wide * I + rn, rn < I
+    else:
+        # Gate and up of the same 64 columns of h are neighbours in a tile: a warpgroup's two, or one of each.
+        SECOND: gl.constexpr = BLOCK if BN == 256 else HALF
+        of_h = column * (BN // 2) + (HALF * 64 if BN == 256 else 0) + lane
+        inside = of_h < I
+        if LAYOUT == "interleaved":
+            at = wide * (2 * I) + (2 * of_h + SECOND)
+        else:
+            at = wide * (2 * I) + (of_h + SECOND * I)
+    return at, inside
+
+
+@gluon.jit
+def channel_values(of_w13, of_w2, kind, at, inside, USED13: gl.constexpr, USED2: gl.constexpr):
+    """Scales or biases of these channels; zeros where there is none."""
+    value = gl.full([64], 0, gl.float32, at.type.layout)
+    if kind == UP:
+        if USED13:
+            value = gl.load(of_w13 + at, mask=inside, other=0.0).to(gl.float32)
+    elif USED2:
+        value = gl.load(of_w2 + at, mask=inside, other=0.0).to(gl.float32)
+    return value
+
+
+@gluon.jit
 def consume(
     y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order, topk_weights, ready,
-    xs, ws, box, out, vectors, other, full, empty, posted, read, passed, taken,
+    xs, ws, box, out, vectors, other, full, empty, posted, read, lead, passed, taken,
     H, I, S, tiles1, stride, slope, bound,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr, INT: gl.constexpr,
-    PROMOTE: gl.constexpr, QMAX: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr, CLAMPED: gl.constexpr,
+    BOXES: gl.constexpr, LEAD: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr, CLAMPED: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr, BIAS1: gl.constexpr, BIAS2: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
@@ -260,7 +297,7 @@ def consume(
     GATED: gl.constexpr = LAYOUT != "none"
     QUANTISED: gl.constexpr = QMAX > 0
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
-    step, done, met = 0, 0, 0
+    step, done, tiles, met = 0, 0, 0, 0
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
@@ -280,107 +317,76 @@ def consume(
             if kind == DOWN:
                 K = I
             if not (PROMOTE and TWO):  # early, to hide the latency; in that case no register is left for it
+                row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
                 scale, share = row_values(
-                    scales_x, scales_h, order, topk_weights, kind, number(rows, at), number(ends, at),
-                    BM, QUANTISED, WEIGHT_ON_INPUT,
-                )  # fmt: skip
-            acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
-            row, end, expert = number(rows, at), number(ends, at), number(experts, at)
+                    scales_x, scales_h, order, topk_weights, kind, row, end, BM, QUANTISED, WEIGHT_ON_INPUT
+                )
+                at0, in0 = channels(kind, expert, column, H, I, HALF, 0, ACC, BN, LAYOUT)
+                scale0 = channel_values(w13_scales, w2_scales, kind, at0, in0, QUANTISED, QUANTISED)
+                if TWO:
+                    at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
+                    scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
+            acc0, acc1, step = multiply(
+                xs, ws, full, empty, lead, step, tiles, K, HALF, BM, BN, BK, STAGES, ACC, INT, PROMOTE, LEAD
+            )
+            tiles += 1
+            row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
             if PROMOTE and TWO:
                 scale, share = row_values(
                     scales_x, scales_h, order, topk_weights, kind, row, end, BM, QUANTISED, WEIGHT_ON_INPUT
                 )
             if QUANTISED:
                 sx.store(scale)
+            if WEIGHT_ON_INPUT:
+                weight.store(share)
+            at0, in0 = channels(kind, expert, column, H, I, HALF, 0, ACC, BN, LAYOUT)
+            if PROMOTE and TWO:
+                scale0 = channel_values(w13_scales, w2_scales, kind, at0, in0, QUANTISED, QUANTISED)
+            shift = channel_values(w13_bias, w2_bias, kind, at0, in0, BIAS1, BIAS2)
+            value0 = scaled(acc0, scale0, shift, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+            value1 = value0
+            if TWO:
+                at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
+                if PROMOTE:
+                    scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
+                shift = channel_values(w13_bias, w2_bias, kind, at1, in1, BIAS1, BIAS2)
+                value1 = scaled(acc1, scale1, shift, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+            column = column * BN + HALF * (BN // 2)
             if kind == UP:
-                if WEIGHT_ON_INPUT:
-                    weight.store(share)
-                # A gate's columns, or without a gate the tile's own.
-                if GATED and not TWO:
-                    column = number(columns, at) * UP_N
-                else:
-                    column = number(columns, at) * UP_N + HALF * (UP_N // 2)
-                if GATED and not TWO:
-                    value = up_value(
-                        acc0, expert, column, I, w13_scales, w13_bias, sx, weight,
-                        HALF, ACC, LAYOUT, QUANTISED, WEIGHT_ON_INPUT, BIAS1,
-                    )  # fmt: skip
-                    if HALF == 1:
-                        mbarrier.wait(taken.index(0), (met & 1) ^ 1)
-                        other.store(value)
-                        barrier()
-                        mbarrier.arrive(passed.index(0))
-                    else:
-                        mbarrier.wait(passed.index(0), met & 1)
-                        up = other.load(ACC)
-                        barrier()
-                        mbarrier.arrive(taken.index(0))
-                        value = activate(value, up, slope, bound, ACTIVATION, GATED, CLAMPED)
-                        keep(value, h, absmax, out, row, end, column, I, stride, BM, QUANTISED)
-                        announce(ready + number(blocks, at))
+                if not GATED:
+                    value0 = activate(value0, value0, slope, bound, ACTIVATION, False, CLAMPED)
+                    keep(value0, h, absmax, out, row, end, column, I, stride, BM, QUANTISED)
+                    if TWO:
+                        value1 = activate(value1, value1, slope, bound, ACTIVATION, False, CLAMPED)
+                        keep(value1, h, absmax, out, row, end, column + 64, I, stride, BM, QUANTISED)
+                elif TWO:
+                    value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED)
+                    keep(value0, h, absmax, out, row, end, column // 2, I, stride, BM, QUANTISED)
+                elif HALF == 1:
+                    mbarrier.wait(taken.index(0), (met & 1) ^ 1)
+                    other.store(value0)
+                    barrier()
+                    mbarrier.arrive(passed.index(0))
                     met += 1
                 else:
-                    gate = up_value(
-                        acc0, expert, column, I, w13_scales, w13_bias, sx, weight,
-                        0, ACC, LAYOUT, QUANTISED, WEIGHT_ON_INPUT, BIAS1,
-                    )  # fmt: skip
-                    if GATED:
-                        up = up_value(
-                            acc1, expert, column, I, w13_scales, w13_bias, sx, weight,
-                            1, ACC, LAYOUT, QUANTISED, WEIGHT_ON_INPUT, BIAS1,
-                        )  # fmt: skip
-                        value = activate(gate, up, slope, bound, ACTIVATION, GATED, CLAMPED)
-                        keep(value, h, absmax, out, row, end, column, I, stride, BM, QUANTISED)
-                    else:
-                        value = activate(gate, gate, slope, bound, ACTIVATION, GATED, CLAMPED)
-                        keep(value, h, absmax, out, row, end, column, I, stride, BM, QUANTISED)
-                        if TWO:
-                            gate = up_value(
-                                acc1, expert, column + 64, I, w13_scales, w13_bias, sx, weight,
-                                0, ACC, LAYOUT, QUANTISED, WEIGHT_ON_INPUT, BIAS1,
-                            )  # fmt: skip
-                            value = activate(gate, gate, slope, bound, ACTIVATION, GATED, CLAMPED)
-                            keep(value, h, absmax, out, row, end, column + 64, I, stride, BM, QUANTISED)
-                    async_fence()
+                    mbarrier.wait(passed.index(0), met & 1)
+                    value1 = other.load(ACC)
+                    barrier()
+                    mbarrier.arrive(taken.index(0))
+                    met += 1
+                    value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED)
+                    keep(value0, h, absmax, out, row, end, column // 2, I, stride, BM, QUANTISED)
+                if TWO or not GATED or HALF == 0:
+                    if not QUANTISED:
+                        async_fence()
                     announce(ready + number(blocks, at))
             else:
-                column = number(columns, at) * BN + HALF * (BN // 2)
-                down(
-                    acc0, y, expert, row, end, column, H, w2_scales, w2_bias, sx, out, stride, ACC, BM, QUANTISED, BIAS2
-                )
+                write(turn(value0, out), y, row, end, column, H, stride, BM)
                 if TWO:
-                    down(
-                        acc1, y, expert, row, end, column + 64, H, w2_scales, w2_bias, sx, out, stride,
-                        ACC, BM, QUANTISED, BIAS2,
-                    )  # fmt: skip
+                    write(turn(value1, out), y, row, end, column + 64, H, stride, BM)
         mbarrier.arrive(read.index(at))
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
-
-
-@gluon.jit
-def up_value(
-    acc, expert, column, I, scales, bias, sx, weight,
-    SECOND: gl.constexpr, ACC: gl.constexpr, LAYOUT: gl.constexpr, QUANTISED: gl.constexpr, WEIGHTED: gl.constexpr,
-    BIAS: gl.constexpr,
-):  # fmt: skip
-    """gate (or with SECOND up) of 64 columns of h × BM rows."""
-    WIDTH: gl.constexpr = 1 if LAYOUT == "none" else 2
-    EACH: gl.constexpr = 2 if LAYOUT == "interleaved" else 1
-    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-    at = expert.to(gl.int64) * (WIDTH * I) + rn * EACH
-    if SECOND:
-        if LAYOUT == "interleaved":
-            at += 1
-        else:
-            at += I
-    channel_scale = 0.0
-    shift = 0.0
-    if QUANTISED:
-        channel_scale = gl.load(scales + at, mask=rn < I, other=0.0)
-    if BIAS:
-        shift = gl.load(bias + at, mask=rn < I, other=0.0).to(gl.float32)
-    return scaled(acc, channel_scale, shift, sx, weight, ACC, QUANTISED, WEIGHTED, BIAS)
 
 
 @gluon.jit
@@ -398,18 +404,6 @@ def keep(
         bits = v.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
         bits = gl.where(gl.expand_dims(rn < I, 0), bits, 0)
         gl.atomic_max(absmax + rm, gl.max(bits, 1), mask=rm < end, sem="relaxed")
-
-
-@gluon.jit
-def down(
-    acc, y, expert, row, end, column, H, scales, bias, sx, out, stride,
-    ACC: gl.constexpr, BM: gl.constexpr, QUANTISED: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
-    """Write 64 columns of a row's share of the result."""
-    channel_scale = channel_values(scales, expert, column, H, ACC, QUANTISED)
-    shift = channel_values(bias, expert, column, H, ACC, BIAS)
-    value = scaled(acc, channel_scale, shift, sx, sx, ACC, QUANTISED, False, BIAS)
-    write(turn(value, out), y, row, end, column, H, stride, BM)
 
 
 @gluon.jit(
@@ -450,6 +444,7 @@ def hopper_layer_kernel(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
+    LEAD: gl.constexpr,
     ROWS: gl.constexpr,
     OUT: gl.constexpr,  # layout of a block of results in shared memory
     INT: gl.constexpr,
@@ -492,6 +487,9 @@ def hopper_layer_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
     posted = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
     read = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
+    lead = gl.allocate_shared_memory(gl.int64, [2, 1], FLAT)
+    for i in gl.static_range(2):
+        mbarrier.init(lead.index(i), count=1)
     passed = gl.allocate_shared_memory(gl.int64, [1, 1], FLAT)
     taken = gl.allocate_shared_memory(gl.int64, [1, 1], FLAT)
     for i in gl.static_range(STAGES):
@@ -510,14 +508,14 @@ def hopper_layer_kernel(
     gl.warp_specialize(
         [
             (consume, (y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
-                       topk_weights, ready, xs, ws0, box, out0, vectors0, other, full, empty, posted, read, passed,
+                       topk_weights, ready, xs, ws0, box, out0, vectors0, other, full, empty, posted, read, lead, passed,
                        taken, H, I, S, tiles1, stride, slope, bound,
-                       0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
+                       0, BM, BN, BK, STAGES, BOXES, LEAD, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
                        CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (consume, (y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
-                       topk_weights, ready, xs, ws1, box, out1, vectors1, other, full, empty, posted, read, passed,
+                       topk_weights, ready, xs, ws1, box, out1, vectors1, other, full, empty, posted, read, lead, passed,
                        taken, H, I, S, tiles1, stride, slope, bound,
-                       1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
+                       1, BM, BN, BK, STAGES, BOXES, LEAD, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
                        CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, H, I, S,
                        expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,

@@ -15,7 +15,7 @@ from lowgmm.gpu import describe
 from lowgmm.kernels.arrange import arrange
 from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
-from lowgmm.kernels.hopper import BOXES
+from lowgmm.kernels.hopper import BOXES, lead_of
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
@@ -56,7 +56,7 @@ def moe_ffn(
     scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     out = hidden.new_empty((num_tokens, width))
     order, inverse, offsets, zeros = arrange(
-        ids, hidden, x, scales_x, num_experts, fmt, spec.clip, 4 + rows + 2 * blocks, sms
+        ids, hidden, x, scales_x, num_experts, fmt, spec.clip, 4 + rows + 2 * blocks
     )
     ticket, absmax, ready = zeros.split((4, rows, 2 * blocks))
     layout, constants = _constants(
@@ -114,6 +114,7 @@ def _constants(
         config.down_k,
         config.num_stages,
         BOXES,
+        lead_of(config.block_m, config.num_stages),
         min(config.block_m, MAX_ROWS),
         out,
         dtype == torch.int8,
