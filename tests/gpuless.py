@@ -26,7 +26,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from lowgmm.gpu import Gpu
 from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
-from lowgmm.kernels.hopper import BOXES, hopper_kernel, lead_of
+from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
@@ -89,7 +89,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
         constants |= {"scales_x": None, "scales_w": None}
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
-        constants |= {"BOXES": BOXES, "LEAD": lead_of(bm, config.num_stages), "OUT": out, "INT": integer, "PROMOTE": promote > 0}
+        constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promote > 0}
         x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, 64))
         kernel, source_type = hopper_kernel, GluonASTSource
     else:

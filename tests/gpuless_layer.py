@@ -16,9 +16,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
-from lowgmm.formats import format_of
-from lowgmm.kernels.arrange import arrange_kernel
-from lowgmm.kernels.arrange import variant as arrange_variant
+from lowgmm.formats import QuantFormat, format_of
+from lowgmm.kernels.arrange import FEW, SUB, bins_of, gather_kernel
+from lowgmm.kernels.arrange import sort_kernel as arrange_sort_kernel
 from lowgmm.kernels.combine import combine_kernel
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
@@ -46,8 +46,8 @@ def compile_kernel(
     **options: int,
 ) -> dict[str, int]:
     """Compile with pointers and the integers named in ``divisible`` taken for multiples of 16."""
-    types = types | dict.fromkeys(constexprs, "constexpr")
     names = kernel.arg_names
+    types = types | dict.fromkeys(constexprs, "constexpr")
     odd = {p.name for p in kernel.params if p.do_not_specialize_on_alignment}
     attrs = {
         (i,): [["tt.divisibility", 16]]
@@ -159,14 +159,25 @@ def compile_warp_specialised(
     divisible = {"H", "I", "expert_rows", "stride"}
     made = [compile_kernel(hopper_layer_kernel, types, constexprs, target, divisible, GluonASTSource, num_warps=4)]
     if request.get("all"):
-        types = dict.fromkeys(("R", "T", "E", "chunks", "size", "zeros", "H", "stride_x", "stride_xq"), "i32")
-        types |= {"ids": "*i32", "x": "*bf16", "xq": f"*{element}", "scales": "*fp32", "gate": "*i32", "table": "*i32"}
-        constexprs = arrange_variant(request["E"], request["H"])
-        constexprs |= {"A": request["A"], "QMAX": 0.0 if fmt is None else fmt.qmax, "PDL": True}
-        divisible = {"H", "stride_x", "stride_xq"}
-        made.append(
-            compile_kernel(arrange_kernel, types | {"clip": "fp32"}, constexprs, target, divisible, num_warps=4)
-        )
+        made += compile_arrange(element, fmt, request, target)
+    return made
+
+
+def compile_arrange(
+    element: str, fmt: QuantFormat | None, request: dict[str, Any], target: GPUTarget
+) -> list[dict[str, int]]:
+    rows, bins = request["T"] * request["A"], bins_of(request["E"])
+    few = next((n for n in FEW if rows <= n), 0)
+    numbers = ("R", "E", "H", "chunks", "size", "number", "stride_x", "stride_xq")
+    types = dict.fromkeys(numbers, "i32") | {"x": "*bf16", "xq": f"*{element}", "scales": "*fp32", "clip": "fp32"}
+    types |= dict.fromkeys(("ids", "order", "inverse", "offsets", "counts", "gate", "zeros"), "*i32")
+    constexprs = {"A": request["A"], "QMAX": 0.0 if fmt is None else fmt.qmax, "SORT": few > 0, "PDL": True}
+    constexprs |= {"BINS": bins, "SLOTS": max(few, 1), "BLOCK": min(triton.next_power_of_2(request["H"]), 4096)}
+    divisible = {"H", "stride_x", "stride_xq"}
+    made = [compile_kernel(gather_kernel, types, constexprs, target, divisible, num_warps=4)]
+    if not few:
+        constexprs = {"PDL": True, "BINS": bins, "SUB": SUB}
+        made.append(compile_kernel(arrange_sort_kernel, types, constexprs, target, set(), num_warps=8))
     return made
 
 

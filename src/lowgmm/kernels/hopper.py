@@ -169,18 +169,14 @@ def produce(
 
 @gluon.jit
 def multiply(
-    xs, ws, full, empty, lead, step, tiles, K,
-    HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
-    INT: gl.constexpr, PROMOTE: gl.constexpr, LEAD: gl.constexpr,
+    xs, ws, full, empty, step, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
     """A warpgroup's one or two blocks of 64 channels times the tile's rows, over all of K: accumulators [64, BM].
 
-    ``step`` counts the slots of the ring used so far, and ``tiles`` the tiles. The second warpgroup begins when the first
-    has done LEAD steps, so that one multiplies while the other stores; in step, both would do the same.
+    ``step`` counts the slots of the ring used so far,.
     """
-    if LEAD > 0 and HALF == 1:
-        mbarrier.wait(lead.index(0), tiles & 1)
-        mbarrier.arrive(lead.index(1))
     TWO: gl.constexpr = BN == 256
     MINE: gl.constexpr = BN // 128
     DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
@@ -214,10 +210,6 @@ def multiply(
             # The products of the step before are done: its operands may be overwritten.
             mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
         step += 1
-        if LEAD > 0 and HALF == 0:
-            ahead = k == gl.minimum(LEAD - 1, (K - 1) // BK) * BK
-            mbarrier.wait(lead.index(1), (tiles & 1) ^ 1, pred=ahead)  # the other has begun the tile before
-            mbarrier.arrive(lead.index(0), pred=ahead)
     if not PROMOTE:
         if TWO:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
@@ -277,9 +269,9 @@ def write(value, y, row, end, column, N, stride_ym, BM: gl.constexpr):
 
 @gluon.jit
 def consume(
-    y, scales_w, bias, offsets, xs, ws, box, out, full, empty, posted, read, lead, M, E, N, K, stride_ym,
+    y, scales_w, bias, offsets, xs, ws, box, out, full, empty, posted, read, M, E, N, K, stride_ym,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-    LEAD: gl.constexpr, INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
     rows, ends, columns, experts, sx = box
@@ -293,9 +285,7 @@ def consume(
         if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
-        acc0, acc1, step = multiply(
-            xs, ws, full, empty, lead, step, done, K, HALF, BM, BN, BK, STAGES, ACC, INT, PROMOTE, LEAD
-        )
+        acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
@@ -340,7 +330,6 @@ def hopper_kernel(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
-    LEAD: gl.constexpr,
     OUT: gl.constexpr,  # layout of a block of results in shared memory
     INT: gl.constexpr,
     PROMOTE: gl.constexpr,
@@ -371,9 +360,6 @@ def hopper_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
     posted = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
     read = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
-    lead = gl.allocate_shared_memory(gl.int64, [2, 1], FLAT)
-    for i in gl.static_range(2):
-        mbarrier.init(lead.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=2)
@@ -387,10 +373,10 @@ def hopper_kernel(
     BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
-            (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, lead, M, E, N, K,
-                       stride_ym, 0, BM, BN, BK, STAGES, BOXES, LEAD, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, lead, M, E, N, K,
-                       stride_ym, 1, BM, BN, BK, STAGES, BOXES, LEAD, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K,
+                       stride_ym, 0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K,
+                       stride_ym, 1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
             (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BN, BK, STAGES, BOXES, BYTES)),
             (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
         ],
@@ -399,12 +385,6 @@ def hopper_kernel(
     )  # fmt: skip
 
 
-def lead_of(block_m: int, num_stages: int) -> int:
-    """Steps that one warpgroup is ahead of the other. Few rows wait for memory alone, and want all of the ring."""
-    return min(LEAD, num_stages - 1) if block_m >= 64 else 0
-
-
-LEAD = 2
 BOXES = 4
 """Tiles found ahead: more than the ring of operands can hold where tiles are short."""
 
@@ -463,7 +443,7 @@ def _constants(
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
     """The operands' layout in shared memory, and the kernel's compile-time arguments. Kept: they take 8 µs to make."""
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, out_dtype))
-    tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, lead_of(config.block_m, config.num_stages), out)
+    tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, out)
     return layout, (*tile, dtype == torch.int8, promote, scaled_x, scaled_w, biased)
 
 

@@ -41,10 +41,13 @@ def async_fence():
 
 
 @gluon.jit
-def announce(counter):
-    """Everything that this warpgroup has written comes before one more in ``counter``."""
-    barrier()
-    gl.atomic_add(counter, 1, sem="release")
+def announce(ready, block):
+    """Everything that this warpgroup has written comes before one more in this block's counter. No block: -1, as is
+    returned."""
+    if block >= 0:
+        barrier()
+        gl.atomic_add(ready + block, 1, sem="release")
+    return block * 0 - 1
 
 
 @gluon.jit
@@ -194,15 +197,21 @@ def requantise(
     ACROSS: gl.constexpr = min(32, WIDE // 16)
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 16], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
     rm = row + HALF * HIGH + gl.arange(0, HIGH, layout=gl.SliceLayout(1, LAYOUT))
+    rn = gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))
     live = rm < stop
+    at = gl.expand_dims(rm.to(gl.int64) * stride, 1) + gl.expand_dims(column * PASS + rn, 0)
+    stop_column = gl.minimum(I, (column + 1) * PASS)
+    following = gl.load(h + at, mask=gl.expand_dims(live, 1) & gl.expand_dims(column * PASS + rn < I, 0), other=0.0)
     bits = gl.load(absmax + rm, mask=live, other=0, volatile=True)
     inverse, scale = scales_of(bits.to(gl.float32, bitcast=True), QMAX)
-    for c in range(column * PASS, gl.minimum(I, (column + 1) * PASS), WIDE):
-        rn = c + gl.arange(0, WIDE, layout=gl.SliceLayout(0, LAYOUT))
-        inside = gl.expand_dims(live, 1) & gl.expand_dims(rn < I, 0)
-        at = gl.expand_dims(rm.to(gl.int64) * stride, 1) + gl.expand_dims(rn, 0)
-        v = gl.load(h + at, mask=inside, other=0.0).to(gl.float32) * gl.expand_dims(inverse, 1)
+    for c in range(column * PASS, stop_column, WIDE):
+        v = following
+        inside = gl.expand_dims(live, 1) & gl.expand_dims(c + WIDE + rn < stop_column, 0)
+        following = gl.load(h + at + WIDE, mask=inside, other=0.0)  # while these are stored
+        v = v.to(gl.float32) * gl.expand_dims(inverse, 1)
+        inside = gl.expand_dims(live, 1) & gl.expand_dims(c + rn < I, 0)
         gl.store(hq + at, round_to(v, QMAX, hq.dtype.element_ty), mask=inside)
+        at += WIDE
     gl.store(scales_h + rm, scale, mask=live)
 
 
@@ -283,11 +292,12 @@ def channel_values(of_w13, of_w2, kind, at, inside, USED13: gl.constexpr, USED2:
 @gluon.jit
 def consume(
     y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order, topk_weights, ready,
-    xs, ws, box, out, vectors, other, full, empty, posted, read, lead, passed, taken,
+    xs, ws, box, out, vectors, other, full, empty, posted, read, passed, taken,
     H, I, S, tiles1, stride, slope, bound,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
-    BOXES: gl.constexpr, LEAD: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr,
-    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr, CLAMPED: gl.constexpr,
+    BOXES: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr,
+    CLAMPED: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr, BIAS1: gl.constexpr, BIAS2: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
@@ -297,11 +307,14 @@ def consume(
     GATED: gl.constexpr = LAYOUT != "none"
     QUANTISED: gl.constexpr = QMAX > 0
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
-    step, done, tiles, met = 0, 0, 0, 0
+    # A tile of h is announced when the next one is multiplied: by then its stores need not be waited for.
+    step, done, met, pending = 0, 0, 0, -1
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
         kind = number(kinds, at)
+        if kind != UP:
+            pending = announce(ready, pending)
         if kind == REQUANTISE:
             if QUANTISED:
                 row, end, block = number(rows, at), number(ends, at), number(blocks, at)
@@ -309,7 +322,7 @@ def consume(
                 stop = gl.minimum(end, row + ROWS)
                 requantise(h, hq, scales_h, absmax, row, stop, number(columns, at), I, stride, HALF, ROWS, QMAX)
                 async_fence()
-                announce(ready + S + block)
+                announce(ready + S, block)
         else:
             # Once the tile's first operands are here, everything that their loads waited for can be read as well.
             mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
@@ -326,10 +339,8 @@ def consume(
                 if TWO:
                     at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
                     scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
-            acc0, acc1, step = multiply(
-                xs, ws, full, empty, lead, step, tiles, K, HALF, BM, BN, BK, STAGES, ACC, INT, PROMOTE, LEAD
-            )
-            tiles += 1
+            acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
+            pending = announce(ready, pending)
             row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
             if PROMOTE and TWO:
                 scale, share = row_values(
@@ -379,7 +390,7 @@ def consume(
                 if TWO or not GATED or HALF == 0:
                     if not QUANTISED:
                         async_fence()
-                    announce(ready + number(blocks, at))
+                    pending = number(blocks, at)
             else:
                 write(turn(value0, out), y, row, end, column, H, stride, BM)
                 if TWO:
@@ -387,6 +398,7 @@ def consume(
         mbarrier.arrive(read.index(at))
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
+    announce(ready, pending)
 
 
 @gluon.jit
@@ -444,7 +456,6 @@ def hopper_layer_kernel(
     BK: gl.constexpr,
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
-    LEAD: gl.constexpr,
     ROWS: gl.constexpr,
     OUT: gl.constexpr,  # layout of a block of results in shared memory
     INT: gl.constexpr,
@@ -487,9 +498,6 @@ def hopper_layer_kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
     posted = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
     read = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
-    lead = gl.allocate_shared_memory(gl.int64, [2, 1], FLAT)
-    for i in gl.static_range(2):
-        mbarrier.init(lead.index(i), count=1)
     passed = gl.allocate_shared_memory(gl.int64, [1, 1], FLAT)
     taken = gl.allocate_shared_memory(gl.int64, [1, 1], FLAT)
     for i in gl.static_range(STAGES):
@@ -508,14 +516,14 @@ def hopper_layer_kernel(
     gl.warp_specialize(
         [
             (consume, (y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
-                       topk_weights, ready, xs, ws0, box, out0, vectors0, other, full, empty, posted, read, lead, passed,
+                       topk_weights, ready, xs, ws0, box, out0, vectors0, other, full, empty, posted, read, passed,
                        taken, H, I, S, tiles1, stride, slope, bound,
-                       0, BM, BN, BK, STAGES, BOXES, LEAD, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
+                       0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
                        CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (consume, (y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
-                       topk_weights, ready, xs, ws1, box, out1, vectors1, other, full, empty, posted, read, lead, passed,
+                       topk_weights, ready, xs, ws1, box, out1, vectors1, other, full, empty, posted, read, passed,
                        taken, H, I, S, tiles1, stride, slope, bound,
-                       1, BM, BN, BK, STAGES, BOXES, LEAD, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
+                       1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
                        CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, H, I, S,
                        expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,

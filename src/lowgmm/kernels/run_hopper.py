@@ -15,7 +15,7 @@ from lowgmm.gpu import describe
 from lowgmm.kernels.arrange import arrange
 from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
-from lowgmm.kernels.hopper import BOXES, lead_of
+from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
@@ -114,7 +114,6 @@ def _constants(
         config.down_k,
         config.num_stages,
         BOXES,
-        lead_of(config.block_m, config.num_stages),
         min(config.block_m, MAX_ROWS),
         out,
         dtype == torch.int8,
