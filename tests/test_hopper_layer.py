@@ -96,3 +96,35 @@ def test_options(name: str, tile: str, format: str | None) -> None:
         options = {"limit": 0.5}
     for shape in ("few", "narrow edges", "bands of row tiles"):
         check(tile, shape, format, **options)
+
+
+@pytest.mark.parametrize(
+    ("T", "A", "E"),
+    [(1, 8, 128), (16, 8, 128), (128, 8, 128), (129, 8, 128), (2048, 8, 64), (8192, 8, 128), (40_000, 4, 1000)],
+)
+@pytest.mark.parametrize("format", ["int8", None])
+def test_arranging(format: str | None, T: int, A: int, E: int) -> None:
+    """Slots sorted and tokens gathered while programs that sort wait for each other: the same every time."""
+    from lowgmm import routing
+    from lowgmm.formats import FORMATS
+    from lowgmm.kernels.arrange import arrange
+    from lowgmm.quant import quantize_rows
+
+    H, fmt = 256, None if format is None else FORMATS[format]
+    x = torch.randn(T, H, device="cuda").bfloat16()
+    for _ in range(20):
+        ids = torch.randint(-1, E + 1, (T, A), device="cuda", dtype=torch.int32)
+        rows, scales = torch.zeros(T * A, 288, device="cuda"), torch.zeros(T * A, device="cuda")
+        rows = rows.to(torch.bfloat16 if fmt is None else fmt.dtype)
+        order, inverse, offsets, zeros = arrange(ids, x, rows, scales, E, fmt, None, T + 5)
+        made = routing.route(ids, E)
+        used = int(made.offsets[-1])
+        tokens = (made.order // A)[:used]
+        assert torch.equal(order.long(), made.order)
+        assert torch.equal(inverse.long(), made.inverse)
+        assert torch.equal(offsets, made.offsets.int())
+        assert not zeros.any()
+        want = x if fmt is None else quantize_rows(x, fmt)[0]
+        assert torch.equal(rows[:used, :H], want[tokens])
+        if fmt is not None:
+            assert torch.equal(scales[:used], quantize_rows(x, fmt)[1].flatten()[tokens])

@@ -28,7 +28,9 @@ def wait_for(counter, least):
     """Until as many have been counted; looking disturbs nobody who counts."""
     while tl.load(counter, volatile=True) < least:
         pass
-    tl.atomic_add(counter, 0, sem="acquire")
+    # Its value is used, or Triton would make it a reduction, which acquires nothing: stale lines would stay in L1.
+    while tl.atomic_add(counter, 0, sem="acquire") < least:
+        pass
 
 
 @triton.jit
