@@ -78,12 +78,20 @@ static void run(parallel_t parallel, unsigned threads, void (*work)(void *), voi
 static int32_t offset_of(const struct isa *isa, const struct weights *w) { return w->bits == 4 ? 8 : isa->unsigned8 ? 128 : 0; }
 static int64_t groups_of(const struct weights *w) { return ceil_div(w->K, w->group); }
 
+static int64_t pad_of(const struct isa *isa, const struct weights *w) { return w->bits == 4 ? isa->pad4 : isa->pad8; }
+static int64_t padded(const struct isa *isa, const struct weights *w) { return ceil_div(w->K, pad_of(isa, w)) * pad_of(isa, w); }
+
+/* Of quantised rows: not a power of two, or all of them share a few sets of the cache. */
+static int64_t padded_stride(const struct isa *isa, const struct weights *w) { return ceil_div(padded(isa, w), 64) * 64 + 64; }
+
 /* Bytes of one block: `channels` output channels along all of (padded) K. */
 static int64_t block_bytes(const struct isa *isa, const struct weights *w)
 {
-    int64_t pad = w->bits == 4 ? isa->pad4 : isa->pad8;
-    return ceil_div(w->K, pad) * pad * isa->channels * w->bits / 8;
+    return padded(isa, w) * isa->channels * w->bits / 8;
 }
+
+/* The next part of `scratch`, of which `at` bytes are taken; parts start on cache lines. */
+#define PART(pointer, bytes) ((pointer) = scratch ? (void *)(scratch + at) : NULL, at += ceil_div((bytes), 64) * 64)
 
 /* Rows of one expert, and where their results go. */
 struct rows {
@@ -159,43 +167,78 @@ void lowgmm_quantize(const struct quantize *args, int64_t isa, parallel_t parall
 /* ---- gmm ----------------------------------------------------------------------------------------------------------------- */
 
 struct gmm_job {
-    struct gmm args;
+    const struct gmm *a;
     const struct isa *isa;
+    struct quantize x;
+    int64_t *offsets;                       /* [E+1] */
     int64_t rows_at_a_time, quantize_tasks; /* tickets start at -quantize_tasks */
     int64_t quantized, next;
 };
 
-static void zero_rest(const struct gmm *a)
+/* The rows to quantise, and the scratch for them; returns its size. With scratch NULL only the size is right. */
+static int64_t lay_out_gmm(struct gmm_job *j, char *scratch)
 {
+    const struct gmm *a = j->a;
+    int64_t at = 0, stride = padded_stride(j->isa, &a->w), floats = a->kind != I8;
+    int8_t *q = NULL;
+    float *scales = NULL;
+    int32_t *start;
+    PART(j->offsets, (a->w.E + 1) * 8);
+    PART(start, a->rows * groups_of(&a->w) * 4);
+    if (floats) PART(scales, a->rows * 4);
+    if (floats || a->w.K % pad_of(j->isa, &a->w)) PART(q, a->rows * stride);
+    j->x = (struct quantize){
+        .x = a->x, .q = q, .scales = floats ? scales : (float *)a->scales_x, .start = start, .rows = a->rows, .K = a->w.K,
+        .x_stride = a->x_stride, .q_stride = stride, .group = a->w.group, .kind = a->kind, .offset = offset_of(j->isa, &a->w),
+        .clip = a->clip,
+    };
+    return at;
+}
+
+/* Do they start at 0, never fall, and end at `rows` at most? */
+static int read_offsets(const struct gmm *a, int64_t *to)
+{
+    int64_t before = 0;
+    for (int64_t e = 0; e <= a->w.E; before = to[e++]) {
+        to[e] = a->offset_bytes == 8 ? ((const int64_t *)a->offsets)[e] : ((const int32_t *)a->offsets)[e];
+        if (to[e] < before || to[0] != 0) return 0;
+    }
+    return before <= a->rows;
+}
+
+static void zero_rest(const struct gmm_job *j)
+{
+    const struct gmm *a = j->a;
     const int64_t bytes = kind_bytes[a->out_kind];
-    for (int64_t m = a->offsets[a->w.E]; m < a->x.rows; ++m)
+    for (int64_t m = j->offsets[a->w.E]; m < a->rows; ++m)
         memset(a->out + m * a->out_stride * bytes, 0, (size_t)(a->w.N * bytes));
 }
 
 static void gmm_work(void *data)
 {
     struct gmm_job *job = data;
-    const struct gmm *a = &job->args;
+    const struct gmm *a = job->a;
     const struct isa *isa = job->isa;
+    const int64_t *offsets = job->offsets;
     const int64_t blocks = ceil_div(a->w.N, isa->channels), bytes = block_bytes(isa, &a->w);
     const struct rows x = {
-        .q = a->x.q ? a->x.q : a->x.x, .start = a->x.start, .scales_x = a->x.scales,
-        .q_stride = a->x.q ? a->x.q_stride : a->x.x_stride, .out = a->out,
-        .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = (int32_t)a->out_kind,
+        .q = job->x.q ? job->x.q : a->x, .start = job->x.start, .scales_x = job->x.scales,
+        .q_stride = job->x.q ? job->x.q_stride : a->x_stride, .out = a->out,
+        .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = a->out_kind,
     };
     /* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
-    int64_t passed = 0, e = 0, chunk = a->offsets[0], ticket = take(&job->next, 1);
+    int64_t passed = 0, e = 0, chunk = 0, ticket = take(&job->next, 1);
     for (; ticket < 0; ticket = take(&job->next, 1)) {
         int64_t first = (ticket + job->quantize_tasks) * job->rows_at_a_time;
-        for (int64_t row = first; row < least(first + job->rows_at_a_time, a->x.rows); ++row) isa->quantize(&a->x, row);
-        if (ticket == -1) zero_rest(a);
+        for (int64_t row = first; row < least(first + job->rows_at_a_time, a->rows); ++row) isa->quantize(&job->x, row);
+        if (ticket == -1) zero_rest(job);
         __atomic_add_fetch(&job->quantized, 1, __ATOMIC_RELEASE);
     }
     wait_for(&job->quantized, job->quantize_tasks);
     while (e < a->w.E) {
-        if (chunk >= a->offsets[e + 1]) {
+        if (chunk >= offsets[e + 1]) {
             ++e;
-            if (e < a->w.E) chunk = a->offsets[e];
+            if (e < a->w.E) chunk = offsets[e];
             continue;
         }
         if (ticket >= passed + blocks) {
@@ -203,7 +246,7 @@ static void gmm_work(void *data)
             chunk += ROW_CHUNK;
             continue;
         }
-        int64_t following = take(&job->next, 1), block = ticket - passed, count = least(ROW_CHUNK, a->offsets[e + 1] - chunk);
+        int64_t following = take(&job->next, 1), block = ticket - passed, count = least(ROW_CHUNK, offsets[e + 1] - chunk);
         /* The next block, if it is this chunk's or (most often) the next expert's first; a wrong guess costs a fetch. */
         int64_t last = a->w.E * blocks - 1, ahead = least(e * blocks + block + following - ticket, last);
         block_of(isa, &a->w, a->bias, &x, e, chunk, count, block, a->w.packed + ahead * bytes, block * isa->channels);
@@ -211,13 +254,18 @@ static void gmm_work(void *data)
     }
 }
 
-void lowgmm_gmm(const struct gmm *args, int64_t isa, parallel_t parallel, unsigned threads)
+int64_t lowgmm_gmm(const struct gmm *a, int64_t isa, parallel_t parallel, unsigned threads)
 {
-    struct gmm_job job = {.args = *args, .isa = all[isa]};
-    job.rows_at_a_time = at_a_time(args->x.rows, threads);
-    job.quantize_tasks = ceil_div(args->x.rows, job.rows_at_a_time);
+    struct gmm_job job = {.a = a, .isa = all[isa]};
+    int64_t bytes = lay_out_gmm(&job, NULL);
+    if (a->scratch_bytes < bytes) return bytes;
+    lay_out_gmm(&job, a->scratch);
+    if (!read_offsets(a, job.offsets)) return -1;
+    job.rows_at_a_time = at_a_time(a->rows, threads);
+    job.quantize_tasks = ceil_div(a->rows, job.rows_at_a_time);
     job.next = -job.quantize_tasks;
     run(parallel, threads, gmm_work, &job);
+    return 0;
 }
 
 /* ---- the expert layer ---------------------------------------------------------------------------------------------------- */
@@ -237,6 +285,7 @@ struct layer_job {
     int64_t fused;              /* gate and up blocks of the same channels are whole blocks of w13 */
     int64_t chunks, quantize_tasks, tokens_at_a_time, gate_up_blocks, down_blocks, combine_tasks;
     struct chunk *chunk;        /* [chunks] */
+    int64_t *expert_start;      /* [E+1] */
     int64_t *position;          /* [T*A] slot -> sorted row, -1 without an expert */
     int64_t *token;             /* [R] sorted row -> token */
     int8_t *xq, *hq;            /* [T, H], [R, I], padded */
@@ -249,54 +298,26 @@ struct layer_job {
     int64_t quantized, down_done, next; /* counters that grow */
 };
 
-static int64_t padded_stride(const struct isa *isa, const struct weights *w)
-{
-    int64_t pad = w->bits == 4 ? isa->pad4 : isa->pad8;
-    return ceil_div(ceil_div(w->K, pad) * pad, 64) * 64 + 64; /* not a power of two, or all rows share a set of the cache */
-}
-
-/* Lay the scratch out; returns its size. With base NULL only the size is right. */
-static int64_t lay_out(struct layer_job *j, char *base)
+/* As lay_out_gmm. */
+static int64_t lay_out_layer(struct layer_job *j, char *scratch)
 {
     const struct layer *a = j->a;
     const int64_t slots = a->T * a->A;
     int64_t at = 0;
-#define PART(field, bytes) (j->field = base ? (void *)(base + at) : NULL, at += ceil_div((bytes), 64) * 64)
-    PART(chunk, (least(slots, j->E) + slots / ROW_CHUNK + 1) * (int64_t)sizeof(struct chunk));
-    PART(position, slots * 8);
-    PART(token, slots * 8);
-    PART(xs, a->T * 4);
-    PART(x_start, a->T * groups_of(&a->w13) * 4);
-    PART(hs, slots * 4);
-    PART(h_start, slots * groups_of(&a->w2) * 4);
-    PART(xq, a->T * j->xq_stride);
-    PART(hq, slots * j->hq_stride);
-    PART(h, slots * j->I * kind_bytes[a->between]);
-    PART(gate_up, j->fused ? 0 : slots * 2 * j->I * 4);
-    PART(y, slots * j->H * kind_bytes[a->between]);
-#undef PART
-    return at + (j->E + 1) * 8;
-}
-
-static void describe(struct layer_job *j, const struct layer *a, const struct isa *isa)
-{
-    memset(j, 0, sizeof *j);
-    j->a = a;
-    j->isa = isa;
-    j->gating = (struct gating){a->activation, a->between, a->alpha, a->limit};
-    j->E = a->w13.E;
-    j->H = a->w13.K;
-    j->I = a->w2.K;
-    j->fused = j->I % isa->channels == 0;
-    j->xq_stride = padded_stride(isa, &a->w13);
-    j->hq_stride = padded_stride(isa, &a->w2);
-}
-
-int64_t lowgmm_layer_scratch(const struct layer *a, int64_t isa)
-{
-    struct layer_job j;
-    describe(&j, a, all[isa]);
-    return lay_out(&j, NULL);
+    PART(j->expert_start, (j->E + 1) * 8);
+    PART(j->chunk, (least(slots, j->E) + slots / ROW_CHUNK + 1) * (int64_t)sizeof(struct chunk));
+    PART(j->position, slots * 8);
+    PART(j->token, slots * 8);
+    PART(j->xs, a->T * 4);
+    PART(j->x_start, a->T * groups_of(&a->w13) * 4);
+    PART(j->hs, slots * 4);
+    PART(j->h_start, slots * groups_of(&a->w2) * 4);
+    PART(j->xq, a->T * j->xq_stride);
+    PART(j->hq, slots * j->hq_stride);
+    PART(j->h, slots * j->I * kind_bytes[a->between]);
+    PART(j->gate_up, j->fused ? 0 : slots * 2 * j->I * 4);
+    PART(j->y, slots * j->H * kind_bytes[a->between]);
+    return at;
 }
 
 static int64_t expert_of(const struct layer *a, int64_t slot, int64_t E)
@@ -306,10 +327,11 @@ static int64_t expert_of(const struct layer *a, int64_t slot, int64_t E)
 }
 
 /* A stable counting sort of the slots by expert, as routing.py defines it, cut into chunks. */
-static void sort_slots(struct layer_job *j, int64_t *start)
+static void sort_slots(struct layer_job *j)
 {
     const struct layer *a = j->a;
     const int64_t slots = a->T * a->A;
+    int64_t *start = j->expert_start;
     memset(start, 0, (size_t)(j->E + 1) * 8);
     for (int64_t s = 0; s < slots; ++s) {
         int64_t e = expert_of(a, s, j->E);
@@ -446,18 +468,24 @@ static void layer_work(void *data)
     }
 }
 
-void lowgmm_layer(const struct layer *a, int64_t isa, parallel_t parallel, unsigned threads)
+int64_t lowgmm_layer(const struct layer *a, int64_t index, parallel_t parallel, unsigned threads)
 {
-    struct layer_job j;
-    describe(&j, a, all[isa]);
-    int64_t bytes = lay_out(&j, a->scratch);
-    sort_slots(&j, (int64_t *)(a->scratch + bytes - (j.E + 1) * 8));
+    const struct isa *isa = all[index];
+    struct layer_job j = {
+        .a = a, .isa = isa, .gating = {a->activation, a->between, a->alpha, a->limit}, .E = a->w13.E, .H = a->w13.K, .I = a->w2.K,
+        .fused = a->w2.K % isa->channels == 0, .xq_stride = padded_stride(isa, &a->w13), .hq_stride = padded_stride(isa, &a->w2),
+    };
+    int64_t bytes = lay_out_layer(&j, NULL);
+    if (a->scratch_bytes < bytes) return bytes;
+    lay_out_layer(&j, a->scratch);
+    sort_slots(&j);
     j.tokens_at_a_time = at_a_time(a->T, threads);
     j.quantize_tasks = j.combine_tasks = ceil_div(a->T, j.tokens_at_a_time);
-    j.gate_up_blocks = j.fused ? j.I / j.isa->channels : ceil_div(2 * j.I, j.isa->channels);
-    j.down_blocks = ceil_div(j.H, j.isa->channels);
+    j.gate_up_blocks = j.fused ? j.I / isa->channels : ceil_div(2 * j.I, isa->channels);
+    j.down_blocks = ceil_div(j.H, isa->channels);
     for (int64_t c = 0; c < j.chunks; ++c) j.chunk[c].gate_up_left = j.gate_up_blocks;
     run(parallel, threads, layer_work, &j);
+    return 0;
 }
 
 int64_t lowgmm_layout(void)
