@@ -105,17 +105,33 @@ struct rows {
     int32_t out_kind;
 };
 
+/* Where a block of an expert's weights is. */
+struct place {
+    const uint8_t *w;
+    const float *scales; /* NULL for 1 */
+};
+
+static struct place place_of(const struct isa *isa, const struct weights *w, int64_t e, int64_t block)
+{
+    return (struct place){
+        w->packed + (e * ceil_div(w->N, isa->channels) + block) * block_bytes(isa, w),
+        w->scales ? w->scales + e * w->scale_expert + block * isa->channels : NULL,
+    };
+}
+
 /* Rows first … first + count against block `block` of expert e; `next` is what this thread reads afterwards. `channel` is the
  * block's first channel in out. */
 static void block_of(const struct isa *isa, const struct weights *w, const float *bias, const struct rows *x, int64_t e,
-                     int64_t first, int64_t count, int64_t block, const uint8_t *next, int64_t channel)
+                     int64_t first, int64_t count, int64_t block, struct place next, int64_t channel)
 {
     const int64_t n = block * isa->channels, bytes = block_bytes(isa, w), groups = groups_of(w);
     const int64_t step = w->bits == 4 ? 8 : 4, tiles = ceil_div(count, isa->rows);
+    const struct place here = place_of(isa, w, e, block);
     struct tile t = {
-        .w = w->packed + (e * ceil_div(w->N, isa->channels) + block) * bytes,
-        .next = next,
-        .scales_w = w->scales ? w->scales + e * w->scale_expert + n : NULL,
+        .w = here.w,
+        .scales_w = here.scales,
+        .next = next.w,
+        .next_scales = next.scales,
         .bias = bias ? bias + e * w->N + n : NULL,
         .scale_group = w->scale_group,
         .steps = bytes / (isa->channels * 4),
@@ -214,20 +230,39 @@ static void zero_rest(const struct gmm_job *j)
         memset(a->out + m * a->out_stride * bytes, 0, (size_t)(a->w.N * bytes));
 }
 
+/* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
+struct walk {
+    int64_t expert, row, passed; /* the chunk's first row; tickets of the chunks before */
+};
+
+/* Go on to the chunk of a ticket; its block, or -1 behind the last. */
+static int64_t seek(const struct gmm_job *j, struct walk *at, int64_t ticket)
+{
+    const int64_t blocks = ceil_div(j->a->w.N, j->isa->channels);
+    while (at->expert < j->a->w.E) {
+        if (at->row >= j->offsets[at->expert + 1]) {
+            at->row = j->offsets[++at->expert];
+        } else if (ticket >= at->passed + blocks) {
+            at->passed += blocks;
+            at->row += ROW_CHUNK;
+        } else {
+            return ticket - at->passed;
+        }
+    }
+    return -1;
+}
+
 static void gmm_work(void *data)
 {
     struct gmm_job *job = data;
     const struct gmm *a = job->a;
     const struct isa *isa = job->isa;
-    const int64_t *offsets = job->offsets;
-    const int64_t blocks = ceil_div(a->w.N, isa->channels), bytes = block_bytes(isa, &a->w);
     const struct rows x = {
         .q = job->x.q ? job->x.q : a->x, .start = job->x.start, .scales_x = job->x.scales,
         .q_stride = job->x.q ? job->x.q_stride : a->x_stride, .out = a->out,
         .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = a->out_kind,
     };
-    /* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
-    int64_t passed = 0, e = 0, chunk = 0, ticket = take(&job->next, 1);
+    int64_t ticket = take(&job->next, 1);
     for (; ticket < 0; ticket = take(&job->next, 1)) {
         int64_t first = (ticket + job->quantize_tasks) * job->rows_at_a_time;
         for (int64_t row = first; row < least(first + job->rows_at_a_time, a->rows); ++row) isa->quantize(&job->x, row);
@@ -235,22 +270,13 @@ static void gmm_work(void *data)
         __atomic_add_fetch(&job->quantized, 1, __ATOMIC_RELEASE);
     }
     wait_for(&job->quantized, job->quantize_tasks);
-    while (e < a->w.E) {
-        if (chunk >= offsets[e + 1]) {
-            ++e;
-            if (e < a->w.E) chunk = offsets[e];
-            continue;
-        }
-        if (ticket >= passed + blocks) {
-            passed += blocks;
-            chunk += ROW_CHUNK;
-            continue;
-        }
-        int64_t following = take(&job->next, 1), block = ticket - passed, count = least(ROW_CHUNK, offsets[e + 1] - chunk);
-        /* The next block, if it is this chunk's or (most often) the next expert's first; a wrong guess costs a fetch. */
-        int64_t last = a->w.E * blocks - 1, ahead = least(e * blocks + block + following - ticket, last);
-        block_of(isa, &a->w, a->bias, &x, e, chunk, count, block, a->w.packed + ahead * bytes, block * isa->channels);
-        ticket = following;
+    struct walk here = {0}, there;
+    for (int64_t block = seek(job, &here, ticket), next; block >= 0; block = next, here = there) {
+        there = here;
+        next = seek(job, &there, take(&job->next, 1));
+        block_of(isa, &a->w, a->bias, &x, here.expert, here.row, least(ROW_CHUNK, job->offsets[here.expert + 1] - here.row), block,
+                 next < 0 ? place_of(isa, &a->w, here.expert, block) : place_of(isa, &a->w, there.expert, next),
+                 block * isa->channels);
     }
 }
 
@@ -350,7 +376,7 @@ static void sort_slots(struct layer_job *j)
     }
 }
 
-static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, const uint8_t *next)
+static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, struct place next)
 {
     const struct layer *a = j->a;
     const struct isa *isa = j->isa;
@@ -364,15 +390,15 @@ static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, co
     /* A few rows at a time, so that gate and up stay in the cache until the activation has combined them. */
     enum { AT_A_TIME = 4 * 7 };
     float gate[AT_A_TIME * MAX_CHANNELS], up[AT_A_TIME * MAX_CHANNELS];
-    const int64_t up_block = block + j->I / isa->channels, bytes = block_bytes(isa, &a->w13);
+    const int64_t up_block = block + j->I / isa->channels;
     const int64_t whole = c->count <= AT_A_TIME ? c->count : AT_A_TIME;
-    const uint8_t *up_at = a->w13.packed + (c->expert * (2 * j->I / isa->channels) + up_block) * bytes;
+    const struct place up_place = place_of(isa, &a->w13, c->expert, up_block);
     x.out_stride = isa->channels * 4;
     for (int64_t first = 0; first < c->count; first += whole) {
         int64_t n = least(whole, c->count - first), row = c->first + first;
         x.out_first = row;
         x.out = (char *)gate;
-        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block, up_at, 0);
+        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block, up_place, 0);
         x.out = (char *)up;
         block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block, next, 0);
         for (int64_t r = 0; r < n; ++r)
@@ -409,20 +435,16 @@ static void combine_task(struct layer_job *j, int64_t task)
                         a->topk_weights + t * a->A, a->A, j->H);
 }
 
-/* Where the weights of a task start; anything readable for a task without weights. */
-static const uint8_t *weights_of(const struct layer_job *j, int64_t ticket)
+/* The weights of a task; any for a task without weights. */
+static struct place weights_of(const struct layer_job *j, int64_t ticket)
 {
-    const struct layer *a = j->a;
-    const struct isa *isa = j->isa;
     int64_t task = ticket - j->quantize_tasks, gate_up_tasks = j->chunks * j->gate_up_blocks;
     if (task >= 0 && task < gate_up_tasks)
-        return a->w13.packed + (j->chunk[task / j->gate_up_blocks].expert * ceil_div(a->w13.N, isa->channels) +
-                                task % j->gate_up_blocks) * block_bytes(isa, &a->w13);
+        return place_of(j->isa, &j->a->w13, j->chunk[task / j->gate_up_blocks].expert, task % j->gate_up_blocks);
     task -= gate_up_tasks;
     if (task >= 0 && task < j->chunks * j->down_blocks)
-        return a->w2.packed + (j->chunk[task / j->down_blocks].expert * j->down_blocks + task % j->down_blocks) *
-                                  block_bytes(isa, &a->w2);
-    return a->w2.packed;
+        return place_of(j->isa, &j->a->w2, j->chunk[task / j->down_blocks].expert, task % j->down_blocks);
+    return place_of(j->isa, &j->a->w2, 0, 0);
 }
 
 /* Tasks in order: quantise tokens; gate and up blocks, expert by expert; down blocks; combine. A task waits for those before it
@@ -443,7 +465,7 @@ static void layer_work(void *data)
     int64_t ticket = take(&j->next, 1);
     while (ticket < down_end + j->combine_tasks) {
         int64_t following = take(&j->next, 1);
-        const uint8_t *next = weights_of(j, following);
+        const struct place next = weights_of(j, following);
         if (ticket < j->quantize_tasks) {
             int64_t first = ticket * j->tokens_at_a_time, end = least(first + j->tokens_at_a_time, a->T);
             for (int64_t t = first; t < end; ++t) isa->quantize(&x, t);

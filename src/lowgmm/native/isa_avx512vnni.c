@@ -90,6 +90,7 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
     const __m512i low = _mm512_set1_epi8(15);
     PLAN();
     const int64_t steps = t->steps, group_steps = t->group_steps;
+    const float *next_scales = t->next_scales;
     const uint8_t *w = t->w;
     const int8_t *x[ROWS];
 #pragma GCC unroll 8
@@ -97,8 +98,11 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
     for (int64_t group = 0, step = 0; step < steps; ++group) {
         const int64_t end = step + group_steps < steps ? step + group_steps : steps;
         const float *scales = t->scales_w + group * t->scale_group;
-        if (!one_group)
-            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(scales + 4 * t->scale_group + 16 * c), _MM_HINT_T0);
+        if (!one_group) { /* a few groups ahead, and on to the next block's first */
+            const float *soon = end + 3 * group_steps < steps ? scales + 4 * t->scale_group : next_scales;
+            if (soon == next_scales) next_scales += t->scale_group;
+            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(soon + 16 * c), _MM_HINT_T0);
+        }
         __m512i acc[ROWS][COLUMNS];
         START(t->start[r][group]);
         for (; step < end; ++step, w += STEP) {

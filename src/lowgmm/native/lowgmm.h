@@ -99,8 +99,10 @@ struct tile {
     const int32_t *start[MAX_ROWS]; /* one number per group */
     char *out[MAX_ROWS];            /* at the block's first channel */
     float scales_x[MAX_ROWS];
-    const uint8_t *w, *next;        /* next: what this thread reads after this block */
+    const uint8_t *w;
     const float *scales_w, *bias;   /* at the block's first channel, or NULL */
+    const uint8_t *next;            /* what this thread reads after this block, */
+    const float *next_scales;       /* with its scales (anything where it has none) */
     int64_t scale_group;
     int64_t steps, group_steps;     /* of 4 (INT8) or 8 (INT4) elements of K; in the last group fewer may be left */
     int64_t channels;               /* that exist in this block: isa.channels or fewer */
