@@ -13,7 +13,7 @@
 #define sched_yield() ((void)0)
 #endif
 
-enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000 };
+enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000, FEW_ROWS = 4, RUN_BYTES = 1 << 20 };
 
 static const int64_t kind_bytes[] = {4, 2, 2, 4};
 
@@ -67,6 +67,26 @@ static void wait_for(const int64_t *count, int64_t n)
 static int64_t at_a_time(int64_t rows, unsigned threads)
 {
     return least(TOKENS_AT_A_TIME, ceil_div(rows > 0 ? rows : 1, threads ? threads : 1));
+}
+
+/* Tickets that a thread takes at a time. With few rows an expert, memory is what threads wait for, and it is fastest read on from where
+ * one was: so runs of blocks while much is left, and single ones at the end, where all are to finish together. */
+struct run {
+    int64_t at, end;
+};
+
+static void advance(struct run *r, int64_t *next, int64_t last, int64_t most, unsigned threads)
+{
+    if (++r->at < r->end) return;
+    int64_t share = (last - __atomic_load_n(next, __ATOMIC_RELAXED)) / (2 * (threads ? threads : 1)), n = least(share, most);
+    r->at = take(next, n > 1 ? n : 1);
+    r->end = r->at + (n > 1 ? n : 1);
+}
+
+/* Blocks of `bytes` in a run, for `rows` rows of so many experts. */
+static int64_t run_of(int64_t bytes, int64_t rows, int64_t experts)
+{
+    return rows <= FEW_ROWS * experts && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
 }
 
 static void run(parallel_t parallel, unsigned threads, void (*work)(void *), void *data)
@@ -188,6 +208,8 @@ struct gmm_job {
     struct quantize x;
     int64_t *offsets;                       /* [E+1] */
     int64_t rows_at_a_time, quantize_tasks; /* tickets start at -quantize_tasks */
+    int64_t last, most;                     /* ticket, and most of them in a run */
+    unsigned threads;
     int64_t quantized, next;
 };
 
@@ -262,18 +284,19 @@ static void gmm_work(void *data)
         .q_stride = job->x.q ? job->x.q_stride : a->x_stride, .out = a->out,
         .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = a->out_kind,
     };
-    int64_t ticket = take(&job->next, 1);
-    for (; ticket < 0; ticket = take(&job->next, 1)) {
-        int64_t first = (ticket + job->quantize_tasks) * job->rows_at_a_time;
+    struct run run = {take(&job->next, 1), 0};
+    for (; run.at < 0; run.at = take(&job->next, 1)) {
+        int64_t first = (run.at + job->quantize_tasks) * job->rows_at_a_time;
         for (int64_t row = first; row < least(first + job->rows_at_a_time, a->rows); ++row) isa->quantize(&job->x, row);
-        if (ticket == -1) zero_rest(job);
+        if (run.at == -1) zero_rest(job);
         __atomic_add_fetch(&job->quantized, 1, __ATOMIC_RELEASE);
     }
     wait_for(&job->quantized, job->quantize_tasks);
     struct walk here = {0}, there;
-    for (int64_t block = seek(job, &here, ticket), next; block >= 0; block = next, here = there) {
+    for (int64_t block = seek(job, &here, run.at), next; block >= 0; block = next, here = there) {
         there = here;
-        next = seek(job, &there, take(&job->next, 1));
+        advance(&run, &job->next, job->last, job->most, job->threads);
+        next = seek(job, &there, run.at);
         block_of(isa, &a->w, a->bias, &x, here.expert, here.row, least(ROW_CHUNK, job->offsets[here.expert + 1] - here.row), block,
                  next < 0 ? place_of(isa, &a->w, here.expert, block) : place_of(isa, &a->w, there.expert, next),
                  block * isa->channels);
@@ -290,6 +313,13 @@ int64_t lowgmm_gmm(const struct gmm *a, int64_t isa, parallel_t parallel, unsign
     job.rows_at_a_time = at_a_time(a->rows, threads);
     job.quantize_tasks = ceil_div(a->rows, job.rows_at_a_time);
     job.next = -job.quantize_tasks;
+    job.threads = threads;
+    int64_t experts = 0;
+    for (int64_t e = 0; e < a->w.E; ++e) {
+        job.last += ceil_div(job.offsets[e + 1] - job.offsets[e], ROW_CHUNK) * ceil_div(a->w.N, job.isa->channels);
+        experts += job.offsets[e + 1] > job.offsets[e];
+    }
+    job.most = run_of(block_bytes(job.isa, &a->w), a->rows, experts);
     run(parallel, threads, gmm_work, &job);
     return 0;
 }
@@ -321,6 +351,8 @@ struct layer_job {
     float *gate_up;             /* [R, 2I], unless fused */
     char *y;                    /* [R, H] of a->between */
     int64_t xq_stride, hq_stride;
+    int64_t most;               /* blocks in a run */
+    unsigned threads;
     int64_t quantized, down_done, next; /* counters that grow */
 };
 
@@ -376,7 +408,10 @@ static void sort_slots(struct layer_job *j)
     }
 }
 
-static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, struct place next)
+enum { AT_A_TIME = 4 * 7 };
+
+/* `blocks` blocks from `block` on; more than one only if fused, and for no more than AT_A_TIME rows together. */
+static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, int64_t blocks, struct place next)
 {
     const struct layer *a = j->a;
     const struct isa *isa = j->isa;
@@ -388,30 +423,32 @@ static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, st
         return;
     }
     /* A few rows at a time, so that gate and up stay in the cache until the activation has combined them. */
-    enum { AT_A_TIME = 4 * 7 };
     float gate[AT_A_TIME * MAX_CHANNELS], up[AT_A_TIME * MAX_CHANNELS];
-    const int64_t up_block = block + j->I / isa->channels;
+    const int64_t up_block = block + j->I / isa->channels, width = blocks * isa->channels;
     const int64_t whole = c->count <= AT_A_TIME ? c->count : AT_A_TIME;
-    const struct place up_place = place_of(isa, &a->w13, c->expert, up_block);
-    x.out_stride = isa->channels * 4;
+    x.out_stride = width * 4;
     for (int64_t first = 0; first < c->count; first += whole) {
         int64_t n = least(whole, c->count - first), row = c->first + first;
         x.out_first = row;
         x.out = (char *)gate;
-        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block, up_place, 0);
+        for (int64_t b = 0; b < blocks; ++b)
+            block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block + b,
+                     place_of(isa, &a->w13, c->expert, b + 1 < blocks ? block + b + 1 : up_block), b * isa->channels);
         x.out = (char *)up;
-        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block, next, 0);
+        for (int64_t b = 0; b < blocks; ++b)
+            block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block + b,
+                     b + 1 < blocks ? place_of(isa, &a->w13, c->expert, up_block + b + 1) : next, b * isa->channels);
         for (int64_t r = 0; r < n; ++r)
-            isa->activate(&j->gating, gate + r * isa->channels, up + r * isa->channels,
-                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], isa->channels);
+            isa->activate(&j->gating, gate + r * width, up + r * width,
+                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], width);
     }
 }
 
 /* Whoever multiplied the last block of a chunk quantises its rows: only now are their largest elements known. */
-static void finish_gate_up(struct layer_job *j, struct chunk *c)
+static void finish_gate_up(struct layer_job *j, struct chunk *c, int64_t blocks)
 {
     const struct layer *a = j->a;
-    if (__atomic_sub_fetch(&c->gate_up_left, 1, __ATOMIC_ACQ_REL)) return;
+    if (__atomic_sub_fetch(&c->gate_up_left, blocks, __ATOMIC_ACQ_REL)) return;
     const struct quantize h = {
         .x = j->h, .q = j->hq, .scales = j->hs, .start = j->h_start, .rows = j->R, .K = j->I, .x_stride = j->I,
         .q_stride = j->hq_stride, .group = a->w2.group, .kind = a->between, .offset = offset_of(j->isa, &a->w2),
@@ -462,10 +499,18 @@ static void layer_work(void *data)
     const struct rows down = {j->hq, j->h_start, j->hs, j->hq_stride, NULL, j->y, 0, j->H * kind_bytes[a->between], a->between};
     const int64_t gate_up_end = j->quantize_tasks + j->chunks * j->gate_up_blocks;
     const int64_t down_tasks = j->chunks * j->down_blocks, down_end = gate_up_end + down_tasks;
-    int64_t ticket = take(&j->next, 1);
-    while (ticket < down_end + j->combine_tasks) {
-        int64_t following = take(&j->next, 1);
-        const struct place next = weights_of(j, following);
+    struct run run = {take(&j->next, 1), 0};
+    for (int64_t ticket; (ticket = run.at) < down_end + j->combine_tasks;) {
+        int64_t blocks = 1;
+        if (j->fused && ticket >= j->quantize_tasks && ticket < gate_up_end) { /* as many of its run as gate_up_task takes */
+            int64_t task = ticket - j->quantize_tasks, left = j->gate_up_blocks - task % j->gate_up_blocks;
+            int64_t most = AT_A_TIME / j->chunk[task / j->gate_up_blocks].count;
+            blocks = least(least(run.end - ticket, left), most);
+            blocks = blocks > 1 ? blocks : 1;
+            run.at += blocks - 1;
+        }
+        advance(&run, &j->next, down_end, j->most, j->threads);
+        const struct place next = weights_of(j, run.at);
         if (ticket < j->quantize_tasks) {
             int64_t first = ticket * j->tokens_at_a_time, end = least(first + j->tokens_at_a_time, a->T);
             for (int64_t t = first; t < end; ++t) isa->quantize(&x, t);
@@ -474,8 +519,8 @@ static void layer_work(void *data)
             int64_t task = ticket - j->quantize_tasks;
             struct chunk *c = &j->chunk[task / j->gate_up_blocks];
             wait_for(&j->quantized, j->quantize_tasks);
-            gate_up_task(j, c, task % j->gate_up_blocks, next);
-            finish_gate_up(j, c);
+            gate_up_task(j, c, task % j->gate_up_blocks, blocks, next);
+            finish_gate_up(j, c, blocks);
         } else if (ticket < down_end) {
             int64_t task = ticket - gate_up_end, block = task % j->down_blocks;
             const struct chunk *c = &j->chunk[task / j->down_blocks];
@@ -486,7 +531,6 @@ static void layer_work(void *data)
             wait_for(&j->down_done, down_tasks);
             combine_task(j, ticket - down_end);
         }
-        ticket = following;
     }
 }
 
@@ -506,6 +550,8 @@ int64_t lowgmm_layer(const struct layer *a, int64_t index, parallel_t parallel, 
     j.gate_up_blocks = j.fused ? j.I / isa->channels : ceil_div(2 * j.I, isa->channels);
     j.down_blocks = ceil_div(j.H, isa->channels);
     for (int64_t c = 0; c < j.chunks; ++c) j.chunk[c].gate_up_left = j.gate_up_blocks;
+    j.threads = threads;
+    j.most = run_of(block_bytes(isa, &a->w13), j.R, j.chunks);
     run(parallel, threads, layer_work, &j);
     return 0;
 }

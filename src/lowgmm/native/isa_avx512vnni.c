@@ -5,7 +5,7 @@ enum { CHANNELS = 64 };
 #include "rows.h"
 #include <immintrin.h>
 
-enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 4096 };
+enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 8192 };
 
 static int supported(void)
 {
@@ -29,26 +29,26 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 #endif
 }
 
-/* What to fetch at each step. Few rows: the stream itself, a little ahead, and on to the next block at its end, so that none starts
- * by waiting for memory. Many rows: the next block, into L2; four tiles fetch the four cache lines of each step.
+/* What to fetch at each step, into L2. Few rows: at the end of a block the next one's start, so that none begins by waiting for
+ * memory; the stream itself is the processor's to fetch, and fetching it here too is slower. Many rows: the next block, all of it;
+ * four tiles fetch the four cache lines of each step.
  *
  * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
 #define FETCH()                                                                                                                \
     if (rows <= FEW) {                                                                                                         \
-        if (step == turn) ahead = t->next - AHEAD - step * STEP;                                                               \
-        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)ahead + AHEAD + step * STEP + 64 * c, _MM_HINT_T0);       \
+        if (step >= turn)                                                                                                      \
+            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)t->next + (step - turn) * STEP + 64 * c, _MM_HINT_T1);\
     } else {                                                                                                                   \
-        _mm_prefetch((const char *)ahead + step * STEP, _MM_HINT_T1);                                                          \
+        _mm_prefetch((const char *)fetch + step * STEP, _MM_HINT_T1);                                                          \
     }
 #define START(from)                                                                                                            \
     _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                                                     \
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_set1_epi32(from)
 
-/* Where prefetching starts, and the step from which it goes on in the next block. */
 #define PLAN()                                                                                                                 \
-    const uint8_t *ahead = rows <= FEW ? t->w : t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                              \
+    const uint8_t *fetch = t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                                                   \
     const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
-    (void)turn
+    (void)fetch, (void)turn
 
 FN void dot8(const struct tile *t, union sums *s, const int rows)
 {
