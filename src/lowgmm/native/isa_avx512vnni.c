@@ -88,6 +88,9 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
 {
     const int one_group = t->steps <= t->group_steps;
     const __m512i low = _mm512_set1_epi8(15);
+    /* High halves left in place are 16 times too large: with sums of their own (|sum| <= 240 · 128 · K/2 fits, MAX_EXACT_K says) they
+     * need no shift by step, but one at the end. */
+    const int apart = rows <= 3;
     PLAN();
     const int64_t steps = t->steps, group_steps = t->group_steps;
     const float *next_scales = t->next_scales;
@@ -105,6 +108,10 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
         }
         __m512i acc[ROWS][COLUMNS];
         START(t->start[r][group]);
+        __m512i high[ROWS][COLUMNS];
+        if (apart)
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) high[r][c] = _mm512_setzero_si512();
         for (; step < end; ++step, w += STEP) {
             FETCH();
 #pragma GCC unroll 4
@@ -115,11 +122,19 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
             }
 #pragma GCC unroll 4
             for (int c = 0; c < COLUMNS; ++c) {
-                __m512i second = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + 64 * c), 4), low);
+                __m512i both = _mm512_loadu_si512(w + 64 * c);
+                __m512i second = apart ? _mm512_andnot_si512(low, both) : _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
 #pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) acc[r][c] = dot_at(acc[r][c], second, x[r] + 8 * step + 4);
+                for (int r = 0; r < rows; ++r) {
+                    if (apart) high[r][c] = dot_at(high[r][c], second, x[r] + 8 * step + 4);
+                    else acc[r][c] = dot_at(acc[r][c], second, x[r] + 8 * step + 4);
+                }
             }
         }
+        if (apart)
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
+                    acc[r][c] = _mm512_add_epi32(acc[r][c], _mm512_srai_epi32(high[r][c], 4));
         if (one_group) {
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r)
