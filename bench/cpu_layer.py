@@ -32,7 +32,7 @@ from lowgmm.formats import get_format
 HERE = Path(__file__).parent
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "olmoe-1b-7b": (64, 8, 2048, 1024)}
 """E, A, H, I."""
-FORMATS = ("int8", "int4", "int4_g128")
+FORMATS = ("int8", "int4", "int4_g32", "int4_g128")
 BURST = 3
 """Calls of a rival in one turn, of which the last counts: as in a model, its code is warm and its weights are not."""
 GGML = (("q8_0", "plain"), ("q4_K", "plain"), ("q4_K", "repack"), ("q4_0", "repack"))
@@ -80,21 +80,23 @@ def torch_layer(w13: Tensor, w2: Tensor) -> Call:
     return call
 
 
-def rivals(shape: tuple[int, int, int, int]) -> tuple[dict[str, list[Call]], dict[str, list[lowgmm.QuantTensor]]]:
+def rivals(shape: tuple[int, int, int, int]) -> tuple[dict[str, list[Call]], dict[str, list], dict[str, Tensor]]:
+    """The layers; our packed weights; and expert 0's w13 of each format, dequantised."""
     E, _, H, I = shape
     g = torch.Generator().manual_seed(0)
     w13 = (torch.randn(E, 2 * I, H, generator=g) * H**-0.5).bfloat16()
     w2 = (torch.randn(E, H, I, generator=g) * I**-0.5).bfloat16()
     calls: dict[str, list[Call]] = {"torch bf16": [torch_layer(w13, w2)]}
-    packed = {}
+    packed, dense = {}, {}
     for name in FORMATS:
         packed[name] = [cpu.pack(lowgmm.quantize(w, name)) for w in (w13, w2)]
-        calls[name] = [lambda x, ids, t, q=packed[name]: lowgmm.moe_ffn(x, *q, ids, t)]
+        dense[name] = lowgmm.dequantize(lowgmm.quantize(w13[:1], name)).double()[0]
+        calls[name] = [lowgmm.MoEExperts(*packed[name])]
     library, native.library = native.library, lambda: None
     one_dnn = [cpu.pack(lowgmm.quantize(w, "int8")) for w in (w13, w2)]
     native.library = library
-    calls["oneDNN u8"] = [lambda x, ids, t: lowgmm.moe_ffn(x, *one_dnn, ids, t)]
-    return calls, packed
+    calls["oneDNN u8"] = [lowgmm.MoEExperts(*one_dnn)]
+    return calls, packed, dense
 
 
 def check(y: Tensor, exact: Tensor, most: float, what: str) -> float:
@@ -103,7 +105,9 @@ def check(y: Tensor, exact: Tensor, most: float, what: str) -> float:
     return error
 
 
-def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], packed: dict, limits: Limits) -> dict:
+def measure(
+    name: str, T: int, seconds: float, calls: dict[str, list[Call]], packed: dict, dense: dict, limits: Limits
+) -> dict:
     E, A, H, I = SHAPES[name]
     g = torch.Generator().manual_seed(T)
     x, weights = torch.randn(T, H, generator=g).bfloat16(), torch.full((T, A), 1 / A)
@@ -111,9 +115,13 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
     def draw() -> Tensor:
         return torch.stack([torch.randperm(E, generator=g)[:A] for _ in range(T)])
 
-    line: dict = {"shape": name, "E": E, "A": A, "H": H, "I": I, "T": T, "error": {}}
+    line: dict = {"shape": name, "E": E, "A": A, "H": H, "I": I, "T": T, "error": {}, "gemm_error": {}}
     few = slice(0, min(T, 8))
     ids = draw()
+    for f in FORMATS:  # one product of these tokens, unquantised, by expert 0's dequantised weights
+        w, sizes = packed[f][0], torch.tensor([len(x[few])] + [0] * (E - 1))
+        y = lowgmm.gmm(x[few], w, expert_sizes=sizes, out_dtype=torch.float32)
+        line["gemm_error"][f] = check(y, x[few].double() @ dense[f].T, 0.01, f"gmm of {f}")
     for rival, (call,) in calls.items():
         q = packed.get(rival, packed["int8"])
         exact = lowgmm.reference.moe_ffn(x[few], *q, ids[few], weights[few])
@@ -144,6 +152,9 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
             share[f].append(size / last / reads[-1])
     middle = statistics.median
     line["turns"], line["experts_hit"], line["read_gb_per_s"] = len(reads), middle(hits), middle(reads) / 1e9
+    size = line["experts_hit"] * 2 * I * H
+    bytes_read = {f: size * (get_format(f).bits / 8 + 4 * get_format(f).blocks(H) / H) for f in FORMATS}
+    line["gemm_read_us"] = {f: b / middle(reads) * 1e6 for f, b in bytes_read.items()}
     line["layer_us"] = {rival: middle(t) * 1e6 for rival, t in times.items()}
     line["gemm_us"] = {f: middle(t) * 1e6 for f, t in gemm.items()}
     line["gemm_share_of_read"] = {f: middle(v) for f, v in share.items()}
@@ -153,16 +164,33 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
     return line
 
 
-def ggml(program: Path, name: str, tokens: list[int], repeats: int) -> dict[int, dict[str, dict[str, float]]]:
+def ggml(
+    program: Path, name: str, tokens: list[int], repeats: int, limits: Limits
+) -> dict[int, dict[str, dict[str, float]]]:
     """T -> variant -> median µs of ``layer``, and of ``gemm``: the gate weights alone, half of our first product."""
     found: dict[int, dict[str, dict[str, float]]] = {T: {} for T in tokens}
     for kind, buffer in GGML:
         sizes = [str(v) for v in (torch.get_num_threads(), *SHAPES[name], 2, repeats, *tokens)]
+        before = limits.read()
         run = subprocess.run([str(program), kind, buffer, *sizes], capture_output=True, text=True, check=True)
+        read = (before + limits.read()) / 2e9  # beside each: memory may give more or less than it gave us
         for text in run.stdout.splitlines():
             r = json.loads(text)
             assert r["error"] < 0.05, f"ggml {kind}: error {r['error']}"
-            found[r["T"]][f"{kind} {buffer}"] = {k: statistics.median(r[k]) * 1e6 for k in ("layer", "gemm")}
+            us = {k: statistics.median(r[k]) * 1e6 for k in ("layer", "gemm")}
+            found[r["T"]][f"{kind} {buffer}"] = {**us, "read_gb_per_s": read}
+    return found
+
+
+def against_ggml(line: dict) -> dict[str, dict[str, float]]:
+    """Format -> ggml's time over ours: Q8_0's over INT8's, its best 4 bits' over INT4's. ``gemm_at_read``: were we to
+    take no longer than a plain loop takes to read our weights, which no decode can beat."""
+    found = {}
+    for f in FORMATS:
+        rivals = [us for kind, us in line["ggml_us"].items() if (f == "int8") == kind.startswith("q8")]
+        gemm, layer = (min(us[k] for us in rivals) for k in ("gemm", "layer"))  # its gemm is half of ours
+        found[f] = {"gemm": 2 * gemm / line["gemm_us"][f], "gemm_at_read": 2 * gemm / line["gemm_read_us"][f]}
+        found[f]["layer"] = layer / line["layer_us"][f]
     return found
 
 
@@ -188,21 +216,22 @@ def main() -> None:
         here = {**environment.record(torch.device("cpu")), "native": native.explain()}
         lines = []
         for name in args.shapes.split(","):
-            calls, packed = rivals(SHAPES[name])
+            calls, packed, dense = rivals(SHAPES[name])
             measured = []
             for T in tokens:
-                line = measure(name, T, args.seconds, calls, packed, limits)
+                line = measure(name, T, args.seconds, calls, packed, dense, limits)
                 line["peak_gop_per_s"] = limits.peak() / 1e9
                 measured.append(line)
                 speed = {k: round(v, 2) for k, v in line["x_torch_bf16"].items()}
                 share = {k: round(v, 2) for k, v in line["gemm_share_of_read"].items()}
                 print(name, T, {k: round(v) for k, v in line["layer_us"].items()}, speed, share, flush=True)
-            del calls, packed
+            del calls, packed, dense
             if args.ggml:
-                found = ggml(program, name, tokens, 9)
+                found = ggml(program, name, tokens, 9, limits)
                 for line in measured:
                     line["ggml_us"] = found[line["T"]]
-                    print(name, line["T"], line["ggml_us"], flush=True)
+                    line["x_ggml"] = against_ggml(line)
+                    print(name, line["T"], line["ggml_us"], line["x_ggml"], flush=True)
             lines += [{**line, "environment": here} for line in measured]
     old = args.output.read_text().splitlines() if args.output.exists() else []
     new = {(line["shape"], line["T"]) for line in lines}
