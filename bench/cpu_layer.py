@@ -126,6 +126,7 @@ def measure(
         q = packed.get(rival, packed["int8"])
         exact = lowgmm.reference.moe_ffn(x[few], *q, ids[few], weights[few])
         line["error"][rival] = check(call(x[few], ids[few], weights[few]), exact, 0.03, rival)
+    expert_bytes = {f: 2 * I * (H * get_format(f).bits / 8 + 4 * get_format(f).blocks(H)) for f in FORMATS}
     times: dict[str, list[float]] = {rival: [] for rival in calls}
     gemm: dict[str, list[float]] = {f: [] for f in FORMATS}
     share: dict[str, list[float]] = {f: [] for f in FORMATS}
@@ -148,13 +149,10 @@ def measure(
                 lowgmm.gmm(rows, packed[f][0], expert_offsets=offsets)
                 last = time.perf_counter() - start
             gemm[f].append(last)
-            size = hits[-1] * 2 * I * (H * get_format(f).bits / 8 + 4 * get_format(f).blocks(H))
-            share[f].append(size / last / reads[-1])
+            share[f].append(hits[-1] * expert_bytes[f] / last / reads[-1])
     middle = statistics.median
     line["turns"], line["experts_hit"], line["read_gb_per_s"] = len(reads), middle(hits), middle(reads) / 1e9
-    size = line["experts_hit"] * 2 * I * H
-    bytes_read = {f: size * (get_format(f).bits / 8 + 4 * get_format(f).blocks(H) / H) for f in FORMATS}
-    line["gemm_read_us"] = {f: b / middle(reads) * 1e6 for f, b in bytes_read.items()}
+    line["gemm_read_us"] = {f: middle(hits) * b / middle(reads) * 1e6 for f, b in expert_bytes.items()}
     line["layer_us"] = {rival: middle(t) * 1e6 for rival, t in times.items()}
     line["gemm_us"] = {f: middle(t) * 1e6 for f, t in gemm.items()}
     line["gemm_share_of_read"] = {f: middle(v) for f, v in share.items()}
