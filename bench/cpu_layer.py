@@ -5,9 +5,9 @@
 
 Every call has new expert ids, and the weights are several times the cache. Rivals take turns, and ratios are medians
 over the turns; so are shares of the read loop, which takes its turn too. Each rival's first output is checked against
-the fp64 oracle. ggml runs in a process of its own (bench/ggml_experts.cpp, which checks itself) right behind each
-shape. ROOT is its source folder (with include/) and BUILD the folder with its static libraries, as the llama-cpp-python
-source package holds and builds them. Run it on a quiet machine.
+the fp64 oracle. ggml takes its turns in processes of its own (bench/ggml_experts.cpp, which checks itself). ROOT is its
+source folder (with include/) and BUILD the folder with its static libraries, as the llama-cpp-python source package
+holds and builds them. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -106,7 +106,14 @@ def check(y: Tensor, exact: Tensor, most: float, what: str) -> float:
 
 
 def measure(
-    name: str, T: int, seconds: float, calls: dict[str, list[Call]], packed: dict, dense: dict, limits: Limits
+    name: str,
+    T: int,
+    seconds: float,
+    calls: dict[str, list[Call]],
+    packed: dict,
+    dense: dict,
+    limits: Limits,
+    ggml: Ggml | None,
 ) -> dict:
     E, A, H, I = SHAPES[name]
     g = torch.Generator().manual_seed(T)
@@ -130,7 +137,7 @@ def measure(
     times: dict[str, list[float]] = {rival: [] for rival in calls}
     gemm: dict[str, list[float]] = {f: [] for f in FORMATS}
     share: dict[str, list[float]] = {f: [] for f in FORMATS}
-    reads, hits, stop = [], [], time.perf_counter() + seconds
+    reads, hits, turns, stop = [], [], [], time.perf_counter() + seconds
     while len(reads) < 5 or time.perf_counter() < stop:
         draws = [draw() for _ in range(BURST)]
         reads.append(limits.read())
@@ -150,46 +157,58 @@ def measure(
                 last = time.perf_counter() - start
             gemm[f].append(last)
             share[f].append(hits[-1] * expert_bytes[f] / last / reads[-1])
+        if ggml:
+            turns.append(ggml.turn(T))
     middle = statistics.median
     line["turns"], line["experts_hit"], line["read_gb_per_s"] = len(reads), middle(hits), middle(reads) / 1e9
-    line["gemm_read_us"] = {f: middle(hits) * b / middle(reads) * 1e6 for f, b in expert_bytes.items()}
     line["layer_us"] = {rival: middle(t) * 1e6 for rival, t in times.items()}
     line["gemm_us"] = {f: middle(t) * 1e6 for f, t in gemm.items()}
     line["gemm_share_of_read"] = {f: middle(v) for f, v in share.items()}
     line["gemm_gop_per_s"] = {f: 4 * T * A * H * I / middle(t) / 1e9 for f, t in gemm.items()}
     baseline = times["torch bf16"]
     line["x_torch_bf16"] = {r: middle([b / v for b, v in zip(baseline, t, strict=True)]) for r, t in times.items()}
-    return line
+    return line | (against_ggml(line, turns, {"gemm": gemm, "layer": times}) if ggml else {})
 
 
-def ggml(
-    program: Path, name: str, tokens: list[int], repeats: int, limits: Limits
-) -> dict[int, dict[str, dict[str, float]]]:
-    """T -> variant -> median µs of ``layer``, and of ``gemm``: the gate weights alone, half of our first product."""
-    found: dict[int, dict[str, dict[str, float]]] = {T: {} for T in tokens}
-    for kind, buffer in GGML:
-        sizes = [str(v) for v in (torch.get_num_threads(), *SHAPES[name], 2, repeats, *tokens)]
-        before = limits.read()
-        run = subprocess.run([str(program), kind, buffer, *sizes], capture_output=True, text=True, check=True)
-        read = (before + limits.read()) / 2e9  # beside each: memory may give more or less than it gave us
-        for text in run.stdout.splitlines():
-            r = json.loads(text)
-            assert r["error"] < 0.05, f"ggml {kind}: error {r['error']}"
-            us = {k: statistics.median(r[k]) * 1e6 for k in ("layer", "gemm")}
-            found[r["T"]][f"{kind} {buffer}"] = {**us, "read_gb_per_s": read}
-    return found
+class Ggml:
+    """Its variants, each a process that holds one shape's weights and waits for its turns."""
+
+    def __init__(self, program: Path, name: str) -> None:
+        sizes = [str(v) for v in (torch.get_num_threads(), *SHAPES[name], 2)]
+        pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.processes = {f"{kind} {b}": subprocess.Popen([str(program), kind, b, *sizes], **pipes) for kind, b in GGML}
+        self.turn(1)  # when they answer, they are ready
+
+    def turn(self, T: int) -> dict[str, dict[str, float]]:
+        """Variant -> seconds of ``layer``, and of ``gemm``: the gate weights alone, half of our first product."""
+        found = {}
+        for variant, process in self.processes.items():
+            process.stdin.write(f"{T}\n")
+            found[variant] = json.loads(process.stdout.readline())
+            assert found[variant]["error"] < 0.05, f"ggml {variant}: {found[variant]}"
+        time.sleep(0.02)  # until their threads no longer spin
+        return found
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.communicate()
 
 
-def against_ggml(line: dict) -> dict[str, dict[str, float]]:
-    """Format -> ggml's time over ours: Q8_0's over INT8's, its best 4 bits' over INT4's. ``gemm_at_read``: were we to
-    take no longer than a plain loop takes to read our weights, which no decode can beat."""
-    found = {}
+def against_ggml(line: dict, turns: list[dict], ours: dict[str, dict[str, list[float]]]) -> dict:
+    """What ggml adds to a line. ``x_ggml``: format -> ggml's time over ours, Q8_0's over INT8's and its best 4 bits'
+    over INT4's, medians over the turns; ``gemm_at_read``: had ours taken no longer than a plain loop takes to read the
+    weights, which no decode can beat."""
+    middle, found = statistics.median, {}
+    us = {v: {k: middle([t[v][k] for t in turns]) * 1e6 for k in ("layer", "gemm")} for v in turns[0]}
     for f in FORMATS:
-        rivals = [us for kind, us in line["ggml_us"].items() if (f == "int8") == kind.startswith("q8")]
-        gemm, layer = (min(us[k] for us in rivals) for k in ("gemm", "layer"))  # its gemm is half of ours
-        found[f] = {"gemm": 2 * gemm / line["gemm_us"][f], "gemm_at_read": 2 * gemm / line["gemm_read_us"][f]}
-        found[f]["layer"] = layer / line["layer_us"][f]
-    return found
+        best = {
+            k: min((v for v in us if (f == "int8") == v.startswith("q8")), key=lambda v: us[v][k])
+            for k in us["q8_0 plain"]
+        }
+        times = {k: [t[v][k] * (2 if k == "gemm" else 1) for t in turns] for k, v in best.items()}
+        found[f] = {k: middle([t / o for t, o in zip(times[k], ours[k][f], strict=True)]) for k in times}
+        found[f]["gemm_at_read"] = found[f]["gemm"] / line["gemm_share_of_read"][f]
+    return {"ggml_us": us, "x_ggml": found}
 
 
 def build_ggml(root: Path, build: Path, to: Path) -> None:
@@ -215,21 +234,20 @@ def main() -> None:
         lines = []
         for name in args.shapes.split(","):
             calls, packed, dense = rivals(SHAPES[name])
+            ggml = Ggml(program, name) if args.ggml else None
             measured = []
             for T in tokens:
-                line = measure(name, T, args.seconds, calls, packed, dense, limits)
+                line = measure(name, T, args.seconds, calls, packed, dense, limits, ggml)
                 line["peak_gop_per_s"] = limits.peak() / 1e9
                 measured.append(line)
                 speed = {k: round(v, 2) for k, v in line["x_torch_bf16"].items()}
                 share = {k: round(v, 2) for k, v in line["gemm_share_of_read"].items()}
                 print(name, T, {k: round(v) for k, v in line["layer_us"].items()}, speed, share, flush=True)
+                if ggml:
+                    print(" ggml", line["ggml_us"], line["x_ggml"], flush=True)
             del calls, packed, dense
-            if args.ggml:
-                found = ggml(program, name, tokens, 9, limits)
-                for line in measured:
-                    line["ggml_us"] = found[line["T"]]
-                    line["x_ggml"] = against_ggml(line)
-                    print(name, line["T"], line["ggml_us"], line["x_ggml"], flush=True)
+            if ggml:
+                ggml.close()
             lines += [{**line, "environment": here} for line in measured]
     old = args.output.read_text().splitlines() if args.output.exists() else []
     new = {(line["shape"], line["T"]) for line in lines}

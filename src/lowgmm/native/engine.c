@@ -13,7 +13,7 @@
 #define sched_yield() ((void)0)
 #endif
 
-enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000, FEW_ROWS = 4, RUN_BYTES = 1 << 20 };
+enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000, FEW_ROWS = 4, RUN_BYTES = 2 << 20 };
 
 static const int64_t kind_bytes[] = {4, 2, 2, 4};
 

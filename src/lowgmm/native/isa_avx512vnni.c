@@ -5,7 +5,7 @@ enum { CHANNELS = 64 };
 #include "rows.h"
 #include <immintrin.h>
 
-enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 8192 };
+enum { ROWS = 7, COLUMNS = 4, STEP = 256, FEW = 4, AHEAD = 4096 };
 
 static int supported(void)
 {
@@ -46,6 +46,8 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_set1_epi32(from)
 
 #define PLAN()                                                                                                                 \
+    if (t->scales_w) /* needed at the end of the block, or of its first group */                                               \
+        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(t->scales_w + 16 * c), _MM_HINT_T0);                     \
     const uint8_t *fetch = t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                                                   \
     const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
     (void)fetch, (void)turn
