@@ -5,9 +5,9 @@
 
 Every call has new expert ids, and the weights are several times the cache. Rivals take turns, and ratios are medians
 over the turns; so are shares of the read loop, which takes its turn too. Each rival's first output is checked against
-the fp64 oracle. ggml runs in a process of its own (bench/ggml_experts.cpp, which checks itself) right behind each
-shape. ROOT is its source folder (with include/) and BUILD the folder with its static libraries, as the llama-cpp-python
-source package holds and builds them. Run it on a quiet machine.
+the fp64 oracle. ggml takes its turns in processes of its own (bench/ggml_experts.cpp, which checks itself). ROOT is its
+source folder (with include/) and BUILD the folder with its static libraries, as the llama-cpp-python source package
+holds and builds them. Run it on a quiet machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from lowgmm.formats import get_format
 HERE = Path(__file__).parent
 SHAPES = {"qwen3-30b-a3b": (128, 8, 2048, 768), "olmoe-1b-7b": (64, 8, 2048, 1024)}
 """E, A, H, I."""
-FORMATS = ("int8", "int4", "int4_g128")
+FORMATS = ("int8", "int4", "int4_g32", "int4_g128")
 BURST = 3
 """Calls of a rival in one turn, of which the last counts: as in a model, its code is warm and its weights are not."""
 GGML = (("q8_0", "plain"), ("q4_K", "plain"), ("q4_K", "repack"), ("q4_0", "repack"))
@@ -80,21 +80,23 @@ def torch_layer(w13: Tensor, w2: Tensor) -> Call:
     return call
 
 
-def rivals(shape: tuple[int, int, int, int]) -> tuple[dict[str, list[Call]], dict[str, list[lowgmm.QuantTensor]]]:
+def rivals(shape: tuple[int, int, int, int]) -> tuple[dict[str, list[Call]], dict[str, list], dict[str, Tensor]]:
+    """The layers; our packed weights; and expert 0's w13 of each format, dequantised."""
     E, _, H, I = shape
     g = torch.Generator().manual_seed(0)
     w13 = (torch.randn(E, 2 * I, H, generator=g) * H**-0.5).bfloat16()
     w2 = (torch.randn(E, H, I, generator=g) * I**-0.5).bfloat16()
     calls: dict[str, list[Call]] = {"torch bf16": [torch_layer(w13, w2)]}
-    packed = {}
+    packed, dense = {}, {}
     for name in FORMATS:
         packed[name] = [cpu.pack(lowgmm.quantize(w, name)) for w in (w13, w2)]
-        calls[name] = [lambda x, ids, t, q=packed[name]: lowgmm.moe_ffn(x, *q, ids, t)]
+        dense[name] = lowgmm.dequantize(lowgmm.quantize(w13[:1], name)).double()[0]
+        calls[name] = [lowgmm.MoEExperts(*packed[name])]
     library, native.library = native.library, lambda: None
     one_dnn = [cpu.pack(lowgmm.quantize(w, "int8")) for w in (w13, w2)]
     native.library = library
-    calls["oneDNN u8"] = [lambda x, ids, t: lowgmm.moe_ffn(x, *one_dnn, ids, t)]
-    return calls, packed
+    calls["oneDNN u8"] = [lowgmm.MoEExperts(*one_dnn)]
+    return calls, packed, dense
 
 
 def check(y: Tensor, exact: Tensor, most: float, what: str) -> float:
@@ -103,7 +105,16 @@ def check(y: Tensor, exact: Tensor, most: float, what: str) -> float:
     return error
 
 
-def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], packed: dict, limits: Limits) -> dict:
+def measure(
+    name: str,
+    T: int,
+    seconds: float,
+    calls: dict[str, list[Call]],
+    packed: dict,
+    dense: dict,
+    limits: Limits,
+    ggml: Ggml | None,
+) -> dict:
     E, A, H, I = SHAPES[name]
     g = torch.Generator().manual_seed(T)
     x, weights = torch.randn(T, H, generator=g).bfloat16(), torch.full((T, A), 1 / A)
@@ -111,17 +122,22 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
     def draw() -> Tensor:
         return torch.stack([torch.randperm(E, generator=g)[:A] for _ in range(T)])
 
-    line: dict = {"shape": name, "E": E, "A": A, "H": H, "I": I, "T": T, "error": {}}
+    line: dict = {"shape": name, "E": E, "A": A, "H": H, "I": I, "T": T, "error": {}, "gemm_error": {}}
     few = slice(0, min(T, 8))
     ids = draw()
+    for f in FORMATS:  # one product of these tokens, unquantised, by expert 0's dequantised weights
+        w, sizes = packed[f][0], torch.tensor([len(x[few])] + [0] * (E - 1))
+        y = lowgmm.gmm(x[few], w, expert_sizes=sizes, out_dtype=torch.float32)
+        line["gemm_error"][f] = check(y, x[few].double() @ dense[f].T, 0.01, f"gmm of {f}")
     for rival, (call,) in calls.items():
         q = packed.get(rival, packed["int8"])
         exact = lowgmm.reference.moe_ffn(x[few], *q, ids[few], weights[few])
         line["error"][rival] = check(call(x[few], ids[few], weights[few]), exact, 0.03, rival)
+    expert_bytes = {f: 2 * I * (H * get_format(f).bits / 8 + 4 * get_format(f).blocks(H)) for f in FORMATS}
     times: dict[str, list[float]] = {rival: [] for rival in calls}
     gemm: dict[str, list[float]] = {f: [] for f in FORMATS}
     share: dict[str, list[float]] = {f: [] for f in FORMATS}
-    reads, hits, stop = [], [], time.perf_counter() + seconds
+    reads, hits, turns, stop = [], [], [], time.perf_counter() + seconds
     while len(reads) < 5 or time.perf_counter() < stop:
         draws = [draw() for _ in range(BURST)]
         reads.append(limits.read())
@@ -140,8 +156,9 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
                 lowgmm.gmm(rows, packed[f][0], expert_offsets=offsets)
                 last = time.perf_counter() - start
             gemm[f].append(last)
-            size = hits[-1] * 2 * I * (H * get_format(f).bits / 8 + 4 * get_format(f).blocks(H))
-            share[f].append(size / last / reads[-1])
+            share[f].append(hits[-1] * expert_bytes[f] / last / reads[-1])
+        if ggml:
+            turns.append(ggml.turn(T))
     middle = statistics.median
     line["turns"], line["experts_hit"], line["read_gb_per_s"] = len(reads), middle(hits), middle(reads) / 1e9
     line["layer_us"] = {rival: middle(t) * 1e6 for rival, t in times.items()}
@@ -150,20 +167,48 @@ def measure(name: str, T: int, seconds: float, calls: dict[str, list[Call]], pac
     line["gemm_gop_per_s"] = {f: 4 * T * A * H * I / middle(t) / 1e9 for f, t in gemm.items()}
     baseline = times["torch bf16"]
     line["x_torch_bf16"] = {r: middle([b / v for b, v in zip(baseline, t, strict=True)]) for r, t in times.items()}
-    return line
+    return line | (against_ggml(line, turns, {"gemm": gemm, "layer": times}) if ggml else {})
 
 
-def ggml(program: Path, name: str, tokens: list[int], repeats: int) -> dict[int, dict[str, dict[str, float]]]:
-    """T -> variant -> median µs of ``layer``, and of ``gemm``: the gate weights alone, half of our first product."""
-    found: dict[int, dict[str, dict[str, float]]] = {T: {} for T in tokens}
-    for kind, buffer in GGML:
-        sizes = [str(v) for v in (torch.get_num_threads(), *SHAPES[name], 2, repeats, *tokens)]
-        run = subprocess.run([str(program), kind, buffer, *sizes], capture_output=True, text=True, check=True)
-        for text in run.stdout.splitlines():
-            r = json.loads(text)
-            assert r["error"] < 0.05, f"ggml {kind}: error {r['error']}"
-            found[r["T"]][f"{kind} {buffer}"] = {k: statistics.median(r[k]) * 1e6 for k in ("layer", "gemm")}
-    return found
+class Ggml:
+    """Its variants, each a process that holds one shape's weights and waits for its turns."""
+
+    def __init__(self, program: Path, name: str) -> None:
+        sizes = [str(v) for v in (torch.get_num_threads(), *SHAPES[name], 2)]
+        pipes: dict = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+        self.processes = {f"{kind} {b}": subprocess.Popen([str(program), kind, b, *sizes], **pipes) for kind, b in GGML}
+        self.turn(1)  # when they answer, they are ready
+
+    def turn(self, T: int) -> dict[str, dict[str, float]]:
+        """Variant -> seconds of ``layer``, and of ``gemm``: the gate weights alone, half of our first product."""
+        found = {}
+        for variant, process in self.processes.items():
+            process.stdin.write(f"{T}\n")
+            found[variant] = json.loads(process.stdout.readline())
+            assert found[variant]["error"] < 0.05, f"ggml {variant}: {found[variant]}"
+        time.sleep(0.02)  # until their threads no longer spin
+        return found
+
+    def close(self) -> None:
+        for process in self.processes.values():
+            process.communicate()
+
+
+def against_ggml(line: dict, turns: list[dict], ours: dict[str, dict[str, list[float]]]) -> dict:
+    """What ggml adds to a line. ``x_ggml``: format -> ggml's time over ours, Q8_0's over INT8's and its best 4 bits'
+    over INT4's, medians over the turns; ``gemm_at_read``: had ours taken no longer than a plain loop takes to read the
+    weights, which no decode can beat."""
+    middle, found = statistics.median, {}
+    us = {v: {k: middle([t[v][k] for t in turns]) * 1e6 for k in ("layer", "gemm")} for v in turns[0]}
+    for f in FORMATS:
+        best = {
+            k: min((v for v in us if (f == "int8") == v.startswith("q8")), key=lambda v: us[v][k])
+            for k in us["q8_0 plain"]
+        }
+        times = {k: [t[v][k] * (2 if k == "gemm" else 1) for t in turns] for k, v in best.items()}
+        found[f] = {k: middle([t / o for t, o in zip(times[k], ours[k][f], strict=True)]) for k in times}
+        found[f]["gemm_at_read"] = found[f]["gemm"] / line["gemm_share_of_read"][f]
+    return {"ggml_us": us, "x_ggml": found}
 
 
 def build_ggml(root: Path, build: Path, to: Path) -> None:
@@ -188,21 +233,21 @@ def main() -> None:
         here = {**environment.record(torch.device("cpu")), "native": native.explain()}
         lines = []
         for name in args.shapes.split(","):
-            calls, packed = rivals(SHAPES[name])
+            calls, packed, dense = rivals(SHAPES[name])
+            ggml = Ggml(program, name) if args.ggml else None
             measured = []
             for T in tokens:
-                line = measure(name, T, args.seconds, calls, packed, limits)
+                line = measure(name, T, args.seconds, calls, packed, dense, limits, ggml)
                 line["peak_gop_per_s"] = limits.peak() / 1e9
                 measured.append(line)
                 speed = {k: round(v, 2) for k, v in line["x_torch_bf16"].items()}
                 share = {k: round(v, 2) for k, v in line["gemm_share_of_read"].items()}
                 print(name, T, {k: round(v) for k, v in line["layer_us"].items()}, speed, share, flush=True)
-            del calls, packed
-            if args.ggml:
-                found = ggml(program, name, tokens, 9)
-                for line in measured:
-                    line["ggml_us"] = found[line["T"]]
-                    print(name, line["T"], line["ggml_us"], flush=True)
+                if ggml:
+                    print(" ggml", line["ggml_us"], line["x_ggml"], flush=True)
+            del calls, packed, dense
+            if ggml:
+                ggml.close()
             lines += [{**line, "environment": here} for line in measured]
     old = args.output.read_text().splitlines() if args.output.exists() else []
     new = {(line["shape"], line["T"]) for line in lines}

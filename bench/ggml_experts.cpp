@@ -1,15 +1,17 @@
 // The expert layer, and its first product alone, in ggml: the rival of bench/cpu_layer.py, which builds and calls this.
 //
-//   ggml_experts TYPE plain|repack THREADS E A H I SETS REPEATS T...
+//   ggml_experts TYPE plain|repack THREADS E A H I SETS
 //
-// SETS copies of the layer's weights, so that none is found in the cache; expert ids change with every call. Prints one JSON line per
-// T with the seconds of each call: `gemm` is MUL_MAT_ID of the gate weights [I, H], `layer` is gate, up, SwiGLU, down, weighted sum.
+// SETS copies of the layer's weights, so that none is found in the cache; expert ids change with every call. For each T that it reads
+// it makes three calls and prints one JSON line with the seconds of the last: `gemm` is MUL_MAT_ID of the gate weights [I, H], `layer`
+// is gate, up, SwiGLU, down, weighted sum.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <iostream>
 #include <numeric>
 #include <random>
 #include <string>
@@ -107,12 +109,11 @@ static Graph build(ggml_backend_t backend, const Experts &w, int64_t T, int64_t 
 
 int main(int argc, char **argv)
 {
-    if (argc < 11) return 2;
+    if (argc < 9) return 2;
     ggml_log_set([](ggml_log_level, const char *, void *) {}, nullptr);
     const ggml_type type = type_named(argv[1]);
     const bool repack = std::string(argv[2]) == "repack";
     const int64_t E = atol(argv[4]), A = atol(argv[5]), H = atol(argv[6]), I = atol(argv[7]), sets = atol(argv[8]);
-    const int repeats = atoi(argv[9]);
     ggml_backend_t backend = ggml_backend_cpu_init();
     ggml_backend_cpu_set_n_threads(backend, atoi(argv[3]));
 
@@ -144,17 +145,16 @@ int main(int argc, char **argv)
                 ggml_backend_tensor_set(t, all.data(), 0, all.size());
     }
 
-    for (int i = 10; i < argc; ++i) {
-        const int64_t T = atol(argv[i]);
+    for (int64_t T; std::cin >> T;) {
         printf("{\"T\": %ld", static_cast<long>(T));
         for (bool whole : {false, true}) {
             std::vector<Graph> graphs;
             for (const Experts &w : layers) graphs.push_back(build(backend, w, T, A, whole));
             std::vector<float> x(static_cast<size_t>(H * T)), weights(static_cast<size_t>(A * T), 1.0f / A);
             for (float &v : x) v = normal(random) * 50;
-            printf(", \"%s\": [", whole ? "layer" : "gemm");
-            for (int r = -2; r < repeats; ++r) {
-                Graph &g = graphs[static_cast<size_t>(r + 2) % graphs.size()];
+            double seconds = 0;
+            for (size_t call = 0; call < 3; ++call) {
+                Graph &g = graphs[call % graphs.size()];
                 std::vector<int32_t> ids, order(static_cast<size_t>(E));
                 std::iota(order.begin(), order.end(), 0);
                 for (int64_t t = 0; t < T; ++t) {
@@ -166,12 +166,11 @@ int main(int argc, char **argv)
                 if (whole) ggml_backend_tensor_set(g.weights, weights.data(), 0, weights.size() * 4);
                 const auto start = Clock::now();
                 ggml_backend_graph_compute(backend, g.graph);
-                const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-                if (r >= 0) printf("%s%.9f", r ? ", " : "", seconds);
+                seconds = std::chrono::duration<double>(Clock::now() - start).count();
             }
+            printf(", \"%s\": %.9f", whole ? "layer" : "gemm", seconds);
             std::vector<float> out(static_cast<size_t>(ggml_nelements(graphs[0].out)));
             ggml_backend_tensor_get(graphs[0].out, out.data(), 0, out.size() * 4);
-            printf("]");
             if (whole) printf(", \"error\": %.5f", relative_error(type, experts[0], experts[1], I, H, x, out));
             for (Graph &g : graphs) {
                 ggml_backend_buffer_free(g.buffer);

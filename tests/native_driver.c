@@ -71,25 +71,21 @@ static void fail(const char *what, int64_t isa, const struct problem *p)
 /* INT32 sums where there is one group; else FP32, group after group, as the definition says: both to the bit. */
 static void test_gmm(int64_t isa, const struct problem *p, const int64_t *sizes)
 {
-    int32_t layout[4];
-    lowgmm_isa_layout(isa, layout);
-    const int64_t groups = ceil_div(p->K, p->group), pad = p->bits == 8 ? layout[2] : layout[3];
-    const int64_t stride = ceil_div(p->K, pad) * pad;
+    const int64_t groups = ceil_div(p->K, p->group);
     int64_t *offsets = fresh((p->E + 1) * 8);
     offsets[0] = 0;
     for (int64_t e = 0; e < p->E; ++e) offsets[e + 1] = offsets[e] + sizes[e];
     const int64_t M = offsets[p->E];
-    int8_t *x = fresh(M * p->K), *q = fresh(M * stride);
-    int32_t *start = fresh(M * groups * 4);
+    int8_t *x = fresh(M * p->K);
     float *scales_x = fresh(M * 4), *out = fresh(M * p->N * 4);
     for (int64_t i = 0; i < M * p->K; ++i) x[i] = (int8_t)between(-128, 127);
     for (int64_t i = 0; i < M; ++i) scales_x[i] = (float)between(1, 1000) * 1e-3f;
-    const struct quantize rows = {.x = x, .q = q, .scales = groups > 1 ? scales_x : NULL, .start = start, .rows = M, .K = p->K,
-                                  .x_stride = p->K, .q_stride = stride, .group = p->group, .kind = I8,
-                                  .offset = p->bits == 4 ? 8 : layout[1] ? 128 : 0};
-    const struct gmm args = {.w = packed(p, isa), .x = rows, .out = (char *)out, .offsets = offsets, .out_stride = p->N,
-                             .out_kind = groups > 1 ? F32 : I32};
-    lowgmm_gmm(&args, isa, parallel, THREADS);
+    struct gmm args = {.w = packed(p, isa), .x = x, .scales_x = groups > 1 ? scales_x : NULL, .out = (char *)out,
+                       .offsets = offsets, .rows = M, .x_stride = p->K, .out_stride = p->N, .kind = I8,
+                       .out_kind = groups > 1 ? F32 : I32, .offset_bytes = 8, .clip = INFINITY};
+    args.scratch_bytes = lowgmm_gmm(&args, isa, parallel, THREADS);
+    args.scratch = fresh(args.scratch_bytes);
+    if (lowgmm_gmm(&args, isa, parallel, THREADS)) fail("gmm's scratch", isa, p);
     for (int64_t e = 0; e < p->E; ++e)
         for (int64_t m = offsets[e]; m < offsets[e + 1]; ++m)
             for (int64_t n = 0; n < p->N; ++n) {
@@ -106,7 +102,7 @@ static void test_gmm(int64_t isa, const struct problem *p, const int64_t *sizes)
                     fail("gmm", isa, p);
             }
     free((void *)args.w.packed);
-    free(offsets), free(x), free(q), free(start), free(scales_x), free(out);
+    free(offsets), free(x), free(args.scratch), free(scales_x), free(out);
 }
 
 struct call {
@@ -117,7 +113,8 @@ struct call {
 static void *run_layer(void *data)
 {
     struct call *c = data;
-    c->args.scratch = fresh(lowgmm_layer_scratch(&c->args, c->isa));
+    c->args.scratch_bytes = lowgmm_layer(&c->args, c->isa, parallel, THREADS);
+    c->args.scratch = fresh(c->args.scratch_bytes);
     lowgmm_layer(&c->args, c->isa, parallel, THREADS);
     free(c->args.scratch);
     return NULL;

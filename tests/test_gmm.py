@@ -10,12 +10,13 @@ import torch
 import lowgmm
 from cases import CASES, Case
 from lowgmm import cpu, native
-from lowgmm.formats import INT8
+from lowgmm.formats import INT8, pack_nibbles
 from lowgmm.gpu import H200
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
 from lowgmm.tune import Problem, TileConfig, pick, supports
+from lowgmm.validate import MAX_EXACT_K
 
 DTYPES = ("int8", "fp8", "bfloat16", "float16", "float32")
 # Small tiles that reach every branch of the mainloop: both operand orders, both kinds of load, every launch.
@@ -113,6 +114,19 @@ def test_native_sums_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     offsets = torch.tensor([0, 1, 2])
     y = torch.ops.lowgmm.gmm(x, operands, None, None, offsets, None, None, "auto", None, torch.int32)
     assert y.tolist() == [[127 * 127 * K] * 3, [-128 * 127 * K] * 3]
+
+
+def test_native_int4_sums_are_exact() -> None:
+    """At the largest K, where the loops' own sums (of w + 8, or of 16 times that) are largest."""
+    if native.library() is None:
+        pytest.skip("the native code was not built or cannot run here")
+    K = MAX_EXACT_K - 1  # even
+    w = pack_nibbles(torch.tensor([7, -7], dtype=torch.int8).view(2, 1, 1).repeat(1, 3, K))
+    operands = [w.new_empty(1).expand(2, 3, K), native.pack(w, 4)]
+    for code in (127, -128):
+        x, offsets = torch.full((2, K), code, dtype=torch.int8), torch.tensor([0, 1, 2])
+        y = torch.ops.lowgmm.gmm(x, operands, None, None, offsets, None, None, "auto", None, torch.int32)
+        assert y.tolist() == [[7 * code * K] * 3, [-7 * code * K] * 3]
 
 
 @pytest.mark.parametrize("dtype", ["int8", "bfloat16"])

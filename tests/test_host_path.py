@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -14,7 +15,8 @@ from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowgmm
-from lowgmm import ops, shapes
+from lowgmm import module, native, ops, shapes
+from lowgmm.layer import LayerSpec
 from lowgmm.shapes import DtypeError, ShapeError
 from lowgmm.testing import check_gmm, make_operands
 
@@ -192,3 +194,52 @@ def test_scales_of_any_layout_reach_the_kernels_the_same(device: torch.device):
         (o.scales_x.double().float().repeat_interleave(2)[::2], o.scales_w.T.contiguous().T),
     ):
         assert torch.equal(lowgmm.gmm(o.x, o.w, sx, sw, o.offsets), expected)
+
+
+def moe_layer() -> tuple[lowgmm.MoEExperts, tuple[torch.Tensor, ...]]:
+    experts = lowgmm.MoEExperts.from_dense(torch.randn(4, 2 * 24, 32), torch.randn(4, 32, 24), "int8")
+    return experts, (torch.randn(3, 32), torch.randint(0, 4, (3, 2)), torch.rand(3, 2))
+
+
+needs_native = pytest.mark.skipif(native.library() is None, reason="the native code was not built or cannot run here")
+
+
+@needs_native
+def test_a_layers_second_call_is_short(monkeypatch: pytest.MonkeyPatch):
+    experts, inputs = moe_layer()
+    first, long = experts(*inputs), []
+    monkeypatch.setattr(module, "moe_ffn", lambda *a, f=module.moe_ffn, **k: long.append(1) or f(*a, **k))
+    assert torch.equal(experts(*inputs), first)
+    assert torch.equal(experts(*(t.clone() for t in inputs)), first)
+    assert long == []
+    with Dispatched() as seen:
+        assert torch.equal(experts(*inputs), first)
+    assert "lowgmm.moe_ffn.default" in seen.names
+    copy = deepcopy(experts)
+    assert torch.equal(copy(*inputs), first)
+    assert len(long) == 2, "modes see the operator, and a copy looks for a shortcut of its own"
+
+
+@needs_native
+def test_a_layers_shortcut_goes_with_its_weights():
+    (experts, inputs), (other, _) = moe_layer(), moe_layer()
+    first, second = experts(*inputs), other(*inputs)
+    experts.w13, experts.w2 = other.w13, other.w2
+    for _ in range(2):
+        assert torch.equal(experts(*inputs), second)
+    experts.spec = LayerSpec("gelu")
+    for _ in range(2):
+        assert not torch.equal(experts(*inputs), second)
+    assert not torch.equal(first, second)
+
+
+@needs_native
+@pytest.mark.parametrize(
+    "change", [lambda x, i, w: (x[:, 1:], i, w), lambda x, i, w: (x, i.float(), w), lambda x, i, w: (x, i, w[1:])]
+)
+def test_a_layers_bad_call_after_a_good_one_is_still_refused(change: Any):
+    experts, inputs = moe_layer()
+    experts(*inputs)
+    for _ in range(2):
+        with pytest.raises((ShapeError, DtypeError), match="moe_ffn"):
+            experts(*change(*inputs))

@@ -175,10 +175,11 @@ def test_the_gil_is_released() -> None:
     thread.start()
     original, during = native._run, []
 
-    def run(*args) -> None:
+    def run(*args) -> int:
         before = counted[0]
-        original(*args)
+        result = original(*args)
         during.append(counted[0] - before)
+        return result
 
     try:
         native._run = run

@@ -18,7 +18,8 @@ from lowgmm import compose, native
 from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, format_of, group_size, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.quant import quantize_rows
-from lowgmm.shapes import UnsupportedError
+from lowgmm.shapes import ShapeError, UnsupportedError
+from lowgmm.validate import checked_bounds
 
 ZERO_POINT = 128
 
@@ -95,9 +96,11 @@ def gmm(
     """Fill ``out [M, N]``. ``weights`` are a QuantTensor's operands, or [w [E, N, K]]; a float ``x`` is quantised if
     they are."""
     if _is_native(weights):
-        native.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip)
+        if not native.gmm(out, x, weights, scales_x, scales_w, offsets, bias, clip):
+            checked_bounds(offsets, x.shape[0])  # says why
+            raise ShapeError("gmm: expert_offsets changed while they were read.")
         return
-    bounds: list[int] = offsets.tolist()
+    bounds = checked_bounds(offsets, x.shape[0])
     if bounds[-1] < x.shape[0]:
         out[bounds[-1] :].zero_()
     groups = [(e, a, b) for e, (a, b) in enumerate(pairwise(bounds)) if b > a]
@@ -132,9 +135,8 @@ def moe_ffn(
     scales_h: Tensor | None,
 ) -> Tensor:
     """[T, H] in ``hidden``'s dtype: ``lowgmm.moe_ffn`` of checked arguments."""
-    plain = spec.gate_up == "concatenated" and not spec.weight_on_input and spec.requantize == "token"
-    if plain and _is_native(w13.operands) and _is_native(w2.operands):
-        return native.moe_ffn(hidden, w13, w2, topk_ids, topk_weights, spec)
+    if runs_natively(w13, w2, spec):
+        return native.Layer(w13, w2, spec)(hidden, topk_ids, topk_weights)
 
     def multiply(
         x: Tensor,
@@ -151,6 +153,12 @@ def moe_ffn(
         return out
 
     return compose.moe_ffn(hidden, w13, w2, topk_ids, topk_weights, spec, scales_h, multiply, quantize_tokens)
+
+
+def runs_natively(w13: Weights, w2: Weights, spec: LayerSpec) -> bool:
+    """Does one native call compute the layer?"""
+    plain = spec.gate_up == "concatenated" and not spec.weight_on_input and spec.requantize == "token"
+    return plain and _is_native(w13.operands) and _is_native(w2.operands)
 
 
 def _product(x: Tensor, w: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lowgmm.api import moe_ffn
 from lowgmm.formats import INT8, QuantTensor, get_format
-from lowgmm.layer import LayerSpec
+from lowgmm.layer import LayerSpec, Weights
+from lowgmm.ops_layer import Shortcut
 from lowgmm.quant import quantize
 
 WEIGHTS = ("w13", "w2", "bias_w13", "bias_w2", "scales_h")
@@ -40,6 +41,7 @@ class MoEExperts(nn.Module):
     bias_w13: Tensor | None
     bias_w2: Tensor | None
     scales_h: Tensor | None
+    _shortcut: Shortcut | None = None
 
     def __init__(
         self,
@@ -69,6 +71,17 @@ class MoEExperts(nn.Module):
         return cls(quantize(w13, format), quantize(w2, format), activation, **rest)
 
     def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._moe_ffn(hidden, topk_ids, topk_weights)
+        if self._shortcut is None:
+            self._shortcut = self._find_shortcut()
+        y = self._shortcut(hidden, topk_ids, topk_weights)
+        if y is None:
+            y = self._moe_ffn(hidden, topk_ids, topk_weights)
+            self._shortcut.seen(hidden, topk_ids, topk_weights)
+        return y
+
+    def _moe_ffn(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         return moe_ffn(
             hidden,
             self.w13,
@@ -78,12 +91,20 @@ class MoEExperts(nn.Module):
             bias_w13=self.bias_w13,
             bias_w2=self.bias_w2,
             scales_h=self.scales_h,
-            **self._options,
+            **{field: getattr(self.spec, field) for field in LayerSpec.__dataclass_fields__},
         )
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {field: getattr(self.spec, field) for field in LayerSpec.__dataclass_fields__}
+    def _find_shortcut(self) -> Shortcut:
+        up, down = (
+            Weights(w.operands, w.scales, bias) if isinstance(w, QuantTensor) else Weights([w], None, bias)
+            for w, bias in ((self.w13, self.bias_w13), (self.w2, self.bias_w2))
+        )
+        return Shortcut(up, down, self.spec)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name in (*WEIGHTS, "spec"):  # what a shortcut was found for
+            self._shortcut = None
 
     def extra_repr(self) -> str:
         e, h, i = self.w2.shape
@@ -112,7 +133,7 @@ class MoEExperts(nn.Module):
             for name, w in weights.items()
             if isinstance(w, QuantTensor)
         }
-        return {**self.__dict__, **carried}
+        return {**self.__dict__, **carried, "_shortcut": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name in WEIGHTS:

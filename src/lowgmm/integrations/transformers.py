@@ -44,14 +44,16 @@ class MissingDependencyError(ImportError):
 class _Quantised:
     """A quantised copy, and what tells whether the weights it was made from are still the module's weights."""
 
-    sources: tuple[ReferenceType[Tensor], ReferenceType[Tensor]]
-    fingerprint: tuple[object, ...]
+    w13: ReferenceType[Tensor]
+    w2: ReferenceType[Tensor]
+    fingerprints: tuple[object, object]
+    act_fn: object
     experts: MoEExperts
 
-    def is_of(self, w13: Tensor, w2: Tensor) -> bool:
+    def is_of(self, w13: Tensor, w2: Tensor, act_fn: object) -> bool:
         # Identity as well as address: a freed tensor's address may be the next one's.
-        same = self.sources[0]() is w13 and self.sources[1]() is w2
-        return same and self.fingerprint == (*_fingerprint(w13), *_fingerprint(w2))
+        same = self.w13() is w13 and self.w2() is w2 and self.act_fn is act_fn
+        return same and self.fingerprints == (_fingerprint(w13), _fingerprint(w2))
 
 
 # Keyed weakly by the model's own experts module: a model that is dropped takes its quantised copy with it.
@@ -147,34 +149,46 @@ def _forward(
         raise _unsupported(
             module, "training is True and gradients are on, expected model.eval(): lowgmm has no gradient"
         )
-    with torch.no_grad():
-        if format is None:
-            w13, w2 = _weights(module)
-            out = moe_ffn(hidden_states, w13, w2, top_k_index, top_k_weights, activation=check_supported(module))
-        else:
-            out = quantised_experts(module, format)(hidden_states, top_k_index, top_k_weights)
+    if torch.is_grad_enabled():
+        with torch.no_grad():
+            return _compute(module, hidden_states, top_k_index, top_k_weights, format)
+    return _compute(module, hidden_states, top_k_index, top_k_weights, format)
+
+
+def _compute(module: nn.Module, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor, format: str | None) -> Tensor:
+    if format is None:
+        w13, w2 = _weights(module)
+        return moe_ffn(hidden, w13, w2, topk_ids, topk_weights, activation=check_supported(module))
+    # Caching by identity is for Python, not for a graph; what keeps it out of one takes µs of a call that needs none.
+    find = _untraced_experts if torch.compiler.is_compiling() else quantised_experts
+    out = find(module, format)(hidden, topk_ids, topk_weights)
     assert isinstance(out, Tensor)
-    return out.to(hidden_states.dtype)
+    return out
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # caching by identity is for Python, not for a graph
 def quantised_experts(module: nn.Module, format: str) -> MoEExperts:
     """The quantised copy of an experts module, made at the first call and again whenever its weights have changed."""
-    activation = check_supported(module)
     w13, w2 = _weights(module)
-    kept = _quantised.setdefault(module, {})
-    if format not in kept or not kept[format].is_of(w13, w2):
-        kept.pop(format, None)  # freed before the new copy is made, so that the two never live side by side
-        experts = MoEExperts.from_dense(w13.detach(), w2.detach(), format, activation=activation)
-        fingerprint = (*_fingerprint(w13), *_fingerprint(w2))
-        kept[format] = _Quantised((ref(w13), ref(w2)), fingerprint, experts)
-    return kept[format].experts
+    act_fn = getattr(module, "act_fn", None)
+    copies = _quantised.get(module)
+    found = None if copies is None else copies.get(format)
+    if found is not None and found.is_of(w13, w2, act_fn):
+        return found.experts
+    activation = check_supported(module)
+    copies = _quantised.setdefault(module, {})
+    copies.pop(format, None)  # freed before the new copy is made, so that the two never live side by side
+    found = None
+    experts = MoEExperts.from_dense(w13.detach(), w2.detach(), format, activation=activation)
+    copies[format] = _Quantised(ref(w13), ref(w2), (_fingerprint(w13), _fingerprint(w2)), act_fn, experts)
+    return experts
+
+
+_untraced_experts = torch.compiler.disable(quantised_experts)
 
 
 def _fingerprint(w: Tensor) -> tuple[object, ...]:
     # Tensors made under inference_mode have no version counter: in-place writes to those go unnoticed.
-    version = None if w.is_inference() else w._version
-    return w.data_ptr(), version, w.device, w.dtype, tuple(w.shape)
+    return w.data_ptr(), None if w.is_inference() else w._version, w.device, w.dtype, w.shape
 
 
 def _named(name: str, format: str | None) -> Callable[..., Tensor]:

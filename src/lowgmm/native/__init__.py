@@ -53,9 +53,10 @@ class _Quantize(ctypes.Structure):
 class _Gmm(ctypes.Structure):
     _fields_ = [
         ("w", _Weights),
-        ("x", _Quantize),
-        *((name, _p) for name in ("bias", "out", "offsets")),
-        *((name, _i64) for name in ("out_stride", "out_kind")),
+        *((name, _p) for name in ("x", "scales_x", "bias", "out", "offsets", "scratch")),
+        *((name, _i64) for name in ("scratch_bytes", "rows", "x_stride", "out_stride")),
+        *((name, _i32) for name in ("kind", "out_kind", "offset_bytes")),
+        ("clip", _f32),
     ]
 
 
@@ -64,7 +65,7 @@ class _Layer(ctypes.Structure):
         ("w13", _Weights),
         ("w2", _Weights),
         *((name, _p) for name in ("bias_w13", "bias_w2", "hidden", "ids", "topk_weights", "out", "scratch")),
-        *((name, _i64) for name in ("T", "A", "hidden_stride")),
+        *((name, _i64) for name in ("scratch_bytes", "T", "A", "hidden_stride")),
         *((name, _i32) for name in ("kind", "between", "activation", "ids_bytes")),
         *((name, _f32) for name in ("alpha", "limit", "clip")),
         ("unused", _i32),
@@ -77,6 +78,8 @@ class Library:
 
     call: Any
     """The ctypes library."""
+    parallel: int | None
+    """See :func:`_parallel`."""
     index: int
     """Of the instruction set."""
     name: str
@@ -117,7 +120,10 @@ def _choose() -> tuple[Library | None, str]:
         return None, "native code not built (no C compiler at installation)"
     call = ctypes.CDLL(str(built))
     sizes = (ctypes.sizeof(_Quantize) << 40) | (ctypes.sizeof(_Gmm) << 20) | ctypes.sizeof(_Layer)
-    call.lowgmm_layout.restype = call.lowgmm_layer_scratch.restype = _i64
+    call.lowgmm_layout.restype = _i64
+    for function in (call.lowgmm_quantize, call.lowgmm_gmm, call.lowgmm_layer):
+        function.argtypes, function.restype = (_p, _i64, _p, ctypes.c_uint), _i64
+    call.lowgmm_quantize.restype = None
     if call.lowgmm_layout() != sizes:
         raise ImportError(f"{built} was built from another version of lowgmm: build it again (pip install).")
     found = _instruction_sets(call)
@@ -129,7 +135,7 @@ def _choose() -> tuple[Library | None, str]:
         return None, f"native code built, but this CPU has none of {', '.join(n for n in found if n not in ON_REQUEST)}"
     layout = (_i32 * 4)()
     call.lowgmm_isa_layout(_i64(found[name][0]), layout)
-    chosen = Library(call, found[name][0], name, layout[0], bool(layout[1]), {8: layout[2], 4: layout[3]})
+    chosen = Library(call, _parallel(), found[name][0], name, layout[0], bool(layout[1]), {8: layout[2], 4: layout[3]})
     why = "forced by LOWGMM_CPU_ISA" if forced else "the fastest of " + ", ".join(usable)
     return chosen, f"native {name} loops ({why})"
 
@@ -143,7 +149,6 @@ def _instruction_sets(call: Any) -> dict[str, tuple[int, bool]]:
     return found
 
 
-@functools.cache
 def _parallel() -> int | None:
     """Address of GOMP_parallel in the OpenMP runtime that torch has loaded; None (one thread) where it uses another."""
     try:
@@ -158,11 +163,32 @@ def _parallel() -> int | None:
         return None
 
 
-def _run(function: str, args: ctypes.Structure) -> None:
-    """Call the compiled code, on torch's threads and without the GIL (ctypes releases it)."""
-    lib = library()
-    assert lib is not None
-    getattr(lib.call, function)(ctypes.byref(args), _i64(lib.index), _p(_parallel()), torch.get_num_threads())
+class _Scratch(threading.local):
+    """Kept between calls, per Python thread: fresh pages would be zeroed by the kernel at every call."""
+
+    memory: Tensor | None = None
+    address: int | None = None
+    size = 0
+
+
+_scratch = _Scratch()
+KEEP_BYTES = 64 << 20
+"""More than this is given back after the call."""
+
+
+def _run(lib: Library, function: Any, args: _Gmm | _Layer) -> int:
+    """Call the compiled code with the scratch it needs, on torch's threads and without the GIL (ctypes releases it)."""
+    kept = _scratch
+    args.scratch, args.scratch_bytes = kept.address, kept.size
+    result: int = function(ctypes.byref(args), lib.index, lib.parallel, torch.get_num_threads())
+    if result <= 0:
+        return result
+    memory = _new((result,), torch.int8)
+    advise_huge_pages(memory)
+    args.scratch, args.scratch_bytes = memory.data_ptr(), result
+    if result <= KEEP_BYTES:
+        kept.memory, kept.address, kept.size = memory, args.scratch, result
+    return int(function(ctypes.byref(args), lib.index, lib.parallel, torch.get_num_threads()))
 
 
 def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -213,56 +239,26 @@ def advise_huge_pages(t: Tensor) -> None:
         ctypes.CDLL(None).madvise(_p(start), ctypes.c_size_t(length), advice)  # a hint: refusal changes nothing
 
 
-_kept = threading.local()
-KEEP_BYTES = 64 << 20
-"""Scratch kept between calls, per Python thread: fresh pages would be zeroed by the kernel at every call."""
-
-
-def _scratch(size: int) -> Tensor:
-    """``size`` bytes, valid until this thread's next call."""
-    if size > KEEP_BYTES:
-        return _new((size,), torch.int8)
-    kept: Tensor | None = getattr(_kept, "scratch", None)
-    if kept is None or kept.numel() < size:
-        kept = _kept.scratch = _new((size,), torch.int8)
-        advise_huge_pages(kept)
-    return kept[:size]
-
-
 def _pointer(t: Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
 
 
 def quantize_tokens(x: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
     """``quant.quantize_rows`` for INT8, to the bit: values [M, K] and scales [M] of a float ``x``."""
+    lib = library()
+    assert lib is not None
     x = x if x.stride(1) == 1 else x.contiguous()
-    q, scales = _new(x.shape, torch.int8), _new(x.shape[:1], torch.float32)
-    _run("lowgmm_quantize", _rows(x, q, scales, None, x.shape[1], 0, clip))
+    (M, K), q, scales = x.shape, _new(x.shape, torch.int8), _new(x.shape[:1], torch.float32)
+    args = _Quantize(
+        x=x.data_ptr(), q=q.data_ptr(), scales=scales.data_ptr(), start=None, rows=M, K=K, x_stride=x.stride(0),
+        q_stride=K, group=K, kind=KINDS[x.dtype], clip=math.inf if clip is None else clip,
+    )  # fmt: skip
+    lib.call.lowgmm_quantize(ctypes.byref(args), lib.index, lib.parallel, torch.get_num_threads())
     return q, scales
 
 
-def _rows(
-    x: Tensor,
-    q: Tensor | None,
-    scales: Tensor | None,
-    start: Tensor | None,
-    group: int,
-    offset: int,
-    clip: float | None,
-) -> _Quantize:
-    """Fill ``q [M, K or more]`` (zeros behind K) and ``start [M, groups]`` from ``x [M, K]`` with unit stride along K.
-
-    A float ``x`` is quantised, and fills ``scales``; an int8 one is copied, or only summed if there is no ``q``.
-    """
-    return _Quantize(
-        x=x.data_ptr(), q=_pointer(q), scales=_pointer(scales), start=_pointer(start),
-        rows=x.shape[0], K=x.shape[1], x_stride=x.stride(0), q_stride=0 if q is None else q.stride(0), group=group,
-        kind=KINDS[x.dtype], offset=offset, clip=math.inf if clip is None else clip,
-    )  # fmt: skip
-
-
-def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_Weights, Any]:
-    """The C description, and what has to stay alive while it is used. ``scales`` [E, N], or [E, N, k] in any layout."""
+def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_Weights, Tensor | None]:
+    """The C description, and the scales to keep alive with it. ``scales`` [E, N], or [E, N, k] in any layout."""
     (E, N, K), expert, step = stand_in.shape, 0, 0
     group = K
     if scales is not None and scales.dim() == 3:
@@ -290,59 +286,49 @@ def gmm(
     offsets: Tensor,
     bias: Tensor | None,
     clip: float | None,
-) -> None:
-    """Fill ``out [M, N]``; ``weights``: stand-in [E, N, K] and packed part; ``offsets [E+1]`` have been checked."""
+) -> bool:
+    """Fill ``out [M, N]``; ``weights``: stand-in [E, N, K] and packed part. False, and nothing done, if the ``offsets
+    [E+1]`` do not cut M rows into groups."""
     lib = library()
     assert lib is not None
-    w, alive = _weights(weights[0], weights[1], scales_w)
+    w, scales_w = _weights(weights[0], weights[1], scales_w)
     x = x if x.stride(1) == 1 else x.contiguous()
-    (M, K), pad = x.shape, lib.pad[w.bits]
-    start, q = _new((M, -(-K // w.group)), torch.int32), None
-    if x.dtype != torch.int8 or K % pad:  # rows a power of two apart would share a few sets of the cache
-        stride = -(-K // pad) * pad
-        stride = -(-stride // 64) * 64 + 64
-        q = _scratch(M * stride).view(M, stride)
-    if x.dtype != torch.int8:
-        scales_x = _new((M,), torch.float32)
-    offsets = offsets.long().contiguous()
+    offsets = offsets.contiguous()
     bias = None if bias is None else bias.float().contiguous()
     args = _Gmm(
-        w=w, x=_rows(x, q, scales_x, start, w.group, lib.offset(w.bits), clip), bias=_pointer(bias),
-        out=out.data_ptr(), offsets=offsets.data_ptr(), out_stride=out.stride(0), out_kind=KINDS[out.dtype],
+        w, x.data_ptr(), _pointer(scales_x), _pointer(bias), out.data_ptr(), offsets.data_ptr(), None,
+        0, x.shape[0], x.stride(0), out.stride(0),
+        KINDS[x.dtype], KINDS[out.dtype], offsets.element_size(), math.inf if clip is None else clip,
     )  # fmt: skip
-    _run("lowgmm_gmm", args)
-    del alive
+    return _run(lib, lib.call.lowgmm_gmm, args) == 0
 
 
-def moe_ffn(
-    hidden: Tensor,
-    w13: Weights,
-    w2: Weights,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    spec: LayerSpec,
-) -> Tensor:
-    """The expert layer in one call: gate rows first, weights applied to the outputs, one scale per token."""
-    lib = library()
-    assert lib is not None
-    hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
-    ids, weights = topk_ids.contiguous(), topk_weights.float().contiguous()
-    out = torch.empty(hidden.shape, dtype=hidden.dtype, device="cpu")
-    T, A = ids.shape
-    up, keep_up = _weights(w13.operands[0], w13.operands[1], w13.scales)
-    down, keep_down = _weights(w2.operands[0], w2.operands[1], w2.scales)
-    biases = [None if w.bias is None else w.bias.float().contiguous() for w in (w13, w2)]
-    args = _Layer(
-        w13=up, w2=down, bias_w13=_pointer(biases[0]), bias_w2=_pointer(biases[1]),
-        hidden=hidden.data_ptr(), ids=ids.data_ptr(), topk_weights=weights.data_ptr(), out=out.data_ptr(),
-        T=T, A=A, hidden_stride=hidden.stride(0),
-        kind=KINDS[hidden.dtype], between=KINDS[torch.bfloat16 if hidden.dtype == torch.bfloat16 else torch.float32],
-        activation=ACTIVATIONS[spec.activation], ids_bytes=ids.element_size(),
-        alpha=spec.slope, limit=math.inf if spec.bound is None else spec.bound,
-        clip=math.inf if spec.clip is None else spec.clip,
-    )  # fmt: skip
-    scratch = _scratch(lib.call.lowgmm_layer_scratch(ctypes.byref(args), _i64(lib.index)))
-    args.scratch = scratch.data_ptr()
-    _run("lowgmm_layer", args)
-    del keep_up, keep_down
-    return out
+class Layer:
+    """An expert layer's weights and options, described for the C code once: gate rows first, weights applied to the
+    outputs, one scale per token. Calls fill in the tokens."""
+
+    def __init__(self, w13: Weights, w2: Weights, spec: LayerSpec) -> None:
+        biases = [None if w.bias is None else w.bias.float().contiguous() for w in (w13, w2)]
+        (up, scales13), (down, scales2) = (_weights(w.operands[0], w.operands[1], w.scales) for w in (w13, w2))
+        self._fixed = _Layer(
+            w13=up, w2=down, bias_w13=_pointer(biases[0]), bias_w2=_pointer(biases[1]),
+            activation=ACTIVATIONS[spec.activation], alpha=spec.slope,
+            limit=math.inf if spec.bound is None else spec.bound, clip=math.inf if spec.clip is None else spec.clip,
+        )  # fmt: skip
+        self._alive = (w13.operands, w2.operands, scales13, scales2, biases)
+
+    def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
+        lib = library()
+        assert lib is not None
+        hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
+        ids, weights, dtype = topk_ids.contiguous(), topk_weights.float().contiguous(), hidden.dtype
+        out = torch.empty(hidden.shape, dtype=dtype, device="cpu")
+        args = _Layer.from_buffer_copy(self._fixed)
+        args.hidden, args.ids, args.topk_weights = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
+        args.out, args.hidden_stride, args.ids_bytes = out.data_ptr(), hidden.stride(0), ids.element_size()
+        args.T, args.A = ids.shape
+        args.kind = args.between = KINDS[dtype]
+        if dtype == torch.float16:
+            args.between = KINDS[torch.float32]
+        _run(lib, lib.call.lowgmm_layer, args)
+        return out

@@ -13,7 +13,7 @@
 #define sched_yield() ((void)0)
 #endif
 
-enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000 };
+enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000, FEW_ROWS = 4, RUN_BYTES = 2 << 20 };
 
 static const int64_t kind_bytes[] = {4, 2, 2, 4};
 
@@ -69,6 +69,26 @@ static int64_t at_a_time(int64_t rows, unsigned threads)
     return least(TOKENS_AT_A_TIME, ceil_div(rows > 0 ? rows : 1, threads ? threads : 1));
 }
 
+/* Tickets that a thread takes at a time. With few rows an expert, memory is what threads wait for, and it is fastest read on from where
+ * one was: so runs of blocks while much is left, and single ones at the end, where all are to finish together. */
+struct run {
+    int64_t at, end;
+};
+
+static void advance(struct run *r, int64_t *next, int64_t last, int64_t most, unsigned threads)
+{
+    if (++r->at < r->end) return;
+    int64_t share = (last - __atomic_load_n(next, __ATOMIC_RELAXED)) / (2 * (threads ? threads : 1)), n = least(share, most);
+    r->at = take(next, n > 1 ? n : 1);
+    r->end = r->at + (n > 1 ? n : 1);
+}
+
+/* Blocks of `bytes` in a run, for `rows` rows of so many experts. */
+static int64_t run_of(int64_t bytes, int64_t rows, int64_t experts)
+{
+    return rows <= FEW_ROWS * experts && bytes < RUN_BYTES ? RUN_BYTES / bytes : 1;
+}
+
 static void run(parallel_t parallel, unsigned threads, void (*work)(void *), void *data)
 {
     if (parallel && threads > 1) parallel(work, data, threads, 0);
@@ -78,12 +98,20 @@ static void run(parallel_t parallel, unsigned threads, void (*work)(void *), voi
 static int32_t offset_of(const struct isa *isa, const struct weights *w) { return w->bits == 4 ? 8 : isa->unsigned8 ? 128 : 0; }
 static int64_t groups_of(const struct weights *w) { return ceil_div(w->K, w->group); }
 
+static int64_t pad_of(const struct isa *isa, const struct weights *w) { return w->bits == 4 ? isa->pad4 : isa->pad8; }
+static int64_t padded(const struct isa *isa, const struct weights *w) { return ceil_div(w->K, pad_of(isa, w)) * pad_of(isa, w); }
+
+/* Of quantised rows: not a power of two, or all of them share a few sets of the cache. */
+static int64_t padded_stride(const struct isa *isa, const struct weights *w) { return ceil_div(padded(isa, w), 64) * 64 + 64; }
+
 /* Bytes of one block: `channels` output channels along all of (padded) K. */
 static int64_t block_bytes(const struct isa *isa, const struct weights *w)
 {
-    int64_t pad = w->bits == 4 ? isa->pad4 : isa->pad8;
-    return ceil_div(w->K, pad) * pad * isa->channels * w->bits / 8;
+    return padded(isa, w) * isa->channels * w->bits / 8;
 }
+
+/* The next part of `scratch`, of which `at` bytes are taken; parts start on cache lines. */
+#define PART(pointer, bytes) ((pointer) = scratch ? (void *)(scratch + at) : NULL, at += ceil_div((bytes), 64) * 64)
 
 /* Rows of one expert, and where their results go. */
 struct rows {
@@ -97,17 +125,33 @@ struct rows {
     int32_t out_kind;
 };
 
+/* Where a block of an expert's weights is. */
+struct place {
+    const uint8_t *w;
+    const float *scales; /* NULL for 1 */
+};
+
+static struct place place_of(const struct isa *isa, const struct weights *w, int64_t e, int64_t block)
+{
+    return (struct place){
+        w->packed + (e * ceil_div(w->N, isa->channels) + block) * block_bytes(isa, w),
+        w->scales ? w->scales + e * w->scale_expert + block * isa->channels : NULL,
+    };
+}
+
 /* Rows first … first + count against block `block` of expert e; `next` is what this thread reads afterwards. `channel` is the
  * block's first channel in out. */
 static void block_of(const struct isa *isa, const struct weights *w, const float *bias, const struct rows *x, int64_t e,
-                     int64_t first, int64_t count, int64_t block, const uint8_t *next, int64_t channel)
+                     int64_t first, int64_t count, int64_t block, struct place next, int64_t channel)
 {
     const int64_t n = block * isa->channels, bytes = block_bytes(isa, w), groups = groups_of(w);
     const int64_t step = w->bits == 4 ? 8 : 4, tiles = ceil_div(count, isa->rows);
+    const struct place here = place_of(isa, w, e, block);
     struct tile t = {
-        .w = w->packed + (e * ceil_div(w->N, isa->channels) + block) * bytes,
-        .next = next,
-        .scales_w = w->scales ? w->scales + e * w->scale_expert + n : NULL,
+        .w = here.w,
+        .scales_w = here.scales,
+        .next = next.w,
+        .next_scales = next.scales,
         .bias = bias ? bias + e * w->N + n : NULL,
         .scale_group = w->scale_group,
         .steps = bytes / (isa->channels * 4),
@@ -159,65 +203,125 @@ void lowgmm_quantize(const struct quantize *args, int64_t isa, parallel_t parall
 /* ---- gmm ----------------------------------------------------------------------------------------------------------------- */
 
 struct gmm_job {
-    struct gmm args;
+    const struct gmm *a;
     const struct isa *isa;
+    struct quantize x;
+    int64_t *offsets;                       /* [E+1] */
     int64_t rows_at_a_time, quantize_tasks; /* tickets start at -quantize_tasks */
+    int64_t last, most;                     /* ticket, and most of them in a run */
+    unsigned threads;
     int64_t quantized, next;
 };
 
-static void zero_rest(const struct gmm *a)
+/* The rows to quantise, and the scratch for them; returns its size. With scratch NULL only the size is right. */
+static int64_t lay_out_gmm(struct gmm_job *j, char *scratch)
 {
+    const struct gmm *a = j->a;
+    int64_t at = 0, stride = padded_stride(j->isa, &a->w), floats = a->kind != I8;
+    int8_t *q = NULL;
+    float *scales = NULL;
+    int32_t *start;
+    PART(j->offsets, (a->w.E + 1) * 8);
+    PART(start, a->rows * groups_of(&a->w) * 4);
+    if (floats) PART(scales, a->rows * 4);
+    if (floats || a->w.K % pad_of(j->isa, &a->w)) PART(q, a->rows * stride);
+    j->x = (struct quantize){
+        .x = a->x, .q = q, .scales = floats ? scales : (float *)a->scales_x, .start = start, .rows = a->rows, .K = a->w.K,
+        .x_stride = a->x_stride, .q_stride = stride, .group = a->w.group, .kind = a->kind, .offset = offset_of(j->isa, &a->w),
+        .clip = a->clip,
+    };
+    return at;
+}
+
+/* Do they start at 0, never fall, and end at `rows` at most? */
+static int read_offsets(const struct gmm *a, int64_t *to)
+{
+    int64_t before = 0;
+    for (int64_t e = 0; e <= a->w.E; before = to[e++]) {
+        to[e] = a->offset_bytes == 8 ? ((const int64_t *)a->offsets)[e] : ((const int32_t *)a->offsets)[e];
+        if (to[e] < before || to[0] != 0) return 0;
+    }
+    return before <= a->rows;
+}
+
+static void zero_rest(const struct gmm_job *j)
+{
+    const struct gmm *a = j->a;
     const int64_t bytes = kind_bytes[a->out_kind];
-    for (int64_t m = a->offsets[a->w.E]; m < a->x.rows; ++m)
+    for (int64_t m = j->offsets[a->w.E]; m < a->rows; ++m)
         memset(a->out + m * a->out_stride * bytes, 0, (size_t)(a->w.N * bytes));
+}
+
+/* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
+struct walk {
+    int64_t expert, row, passed; /* the chunk's first row; tickets of the chunks before */
+};
+
+/* Go on to the chunk of a ticket; its block, or -1 behind the last. */
+static int64_t seek(const struct gmm_job *j, struct walk *at, int64_t ticket)
+{
+    const int64_t blocks = ceil_div(j->a->w.N, j->isa->channels);
+    while (at->expert < j->a->w.E) {
+        if (at->row >= j->offsets[at->expert + 1]) {
+            at->row = j->offsets[++at->expert];
+        } else if (ticket >= at->passed + blocks) {
+            at->passed += blocks;
+            at->row += ROW_CHUNK;
+        } else {
+            return ticket - at->passed;
+        }
+    }
+    return -1;
 }
 
 static void gmm_work(void *data)
 {
     struct gmm_job *job = data;
-    const struct gmm *a = &job->args;
+    const struct gmm *a = job->a;
     const struct isa *isa = job->isa;
-    const int64_t blocks = ceil_div(a->w.N, isa->channels), bytes = block_bytes(isa, &a->w);
     const struct rows x = {
-        .q = a->x.q ? a->x.q : a->x.x, .start = a->x.start, .scales_x = a->x.scales,
-        .q_stride = a->x.q ? a->x.q_stride : a->x.x_stride, .out = a->out,
-        .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = (int32_t)a->out_kind,
+        .q = job->x.q ? job->x.q : a->x, .start = job->x.start, .scales_x = job->x.scales,
+        .q_stride = job->x.q ? job->x.q_stride : a->x_stride, .out = a->out,
+        .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = a->out_kind,
     };
-    /* A ticket is a chunk of one expert's rows and a block of channels. Tickets only grow, so each thread walks the experts once. */
-    int64_t passed = 0, e = 0, chunk = a->offsets[0], ticket = take(&job->next, 1);
-    for (; ticket < 0; ticket = take(&job->next, 1)) {
-        int64_t first = (ticket + job->quantize_tasks) * job->rows_at_a_time;
-        for (int64_t row = first; row < least(first + job->rows_at_a_time, a->x.rows); ++row) isa->quantize(&a->x, row);
-        if (ticket == -1) zero_rest(a);
+    struct run run = {take(&job->next, 1), 0};
+    for (; run.at < 0; run.at = take(&job->next, 1)) {
+        int64_t first = (run.at + job->quantize_tasks) * job->rows_at_a_time;
+        for (int64_t row = first; row < least(first + job->rows_at_a_time, a->rows); ++row) isa->quantize(&job->x, row);
+        if (run.at == -1) zero_rest(job);
         __atomic_add_fetch(&job->quantized, 1, __ATOMIC_RELEASE);
     }
     wait_for(&job->quantized, job->quantize_tasks);
-    while (e < a->w.E) {
-        if (chunk >= a->offsets[e + 1]) {
-            ++e;
-            if (e < a->w.E) chunk = a->offsets[e];
-            continue;
-        }
-        if (ticket >= passed + blocks) {
-            passed += blocks;
-            chunk += ROW_CHUNK;
-            continue;
-        }
-        int64_t following = take(&job->next, 1), block = ticket - passed, count = least(ROW_CHUNK, a->offsets[e + 1] - chunk);
-        /* The next block, if it is this chunk's or (most often) the next expert's first; a wrong guess costs a fetch. */
-        int64_t last = a->w.E * blocks - 1, ahead = least(e * blocks + block + following - ticket, last);
-        block_of(isa, &a->w, a->bias, &x, e, chunk, count, block, a->w.packed + ahead * bytes, block * isa->channels);
-        ticket = following;
+    struct walk here = {0}, there;
+    for (int64_t block = seek(job, &here, run.at), next; block >= 0; block = next, here = there) {
+        there = here;
+        advance(&run, &job->next, job->last, job->most, job->threads);
+        next = seek(job, &there, run.at);
+        block_of(isa, &a->w, a->bias, &x, here.expert, here.row, least(ROW_CHUNK, job->offsets[here.expert + 1] - here.row), block,
+                 next < 0 ? place_of(isa, &a->w, here.expert, block) : place_of(isa, &a->w, there.expert, next),
+                 block * isa->channels);
     }
 }
 
-void lowgmm_gmm(const struct gmm *args, int64_t isa, parallel_t parallel, unsigned threads)
+int64_t lowgmm_gmm(const struct gmm *a, int64_t isa, parallel_t parallel, unsigned threads)
 {
-    struct gmm_job job = {.args = *args, .isa = all[isa]};
-    job.rows_at_a_time = at_a_time(args->x.rows, threads);
-    job.quantize_tasks = ceil_div(args->x.rows, job.rows_at_a_time);
+    struct gmm_job job = {.a = a, .isa = all[isa]};
+    int64_t bytes = lay_out_gmm(&job, NULL);
+    if (a->scratch_bytes < bytes) return bytes;
+    lay_out_gmm(&job, a->scratch);
+    if (!read_offsets(a, job.offsets)) return -1;
+    job.rows_at_a_time = at_a_time(a->rows, threads);
+    job.quantize_tasks = ceil_div(a->rows, job.rows_at_a_time);
     job.next = -job.quantize_tasks;
+    job.threads = threads;
+    int64_t experts = 0;
+    for (int64_t e = 0; e < a->w.E; ++e) {
+        job.last += ceil_div(job.offsets[e + 1] - job.offsets[e], ROW_CHUNK) * ceil_div(a->w.N, job.isa->channels);
+        experts += job.offsets[e + 1] > job.offsets[e];
+    }
+    job.most = run_of(block_bytes(job.isa, &a->w), a->rows, experts);
     run(parallel, threads, gmm_work, &job);
+    return 0;
 }
 
 /* ---- the expert layer ---------------------------------------------------------------------------------------------------- */
@@ -237,6 +341,7 @@ struct layer_job {
     int64_t fused;              /* gate and up blocks of the same channels are whole blocks of w13 */
     int64_t chunks, quantize_tasks, tokens_at_a_time, gate_up_blocks, down_blocks, combine_tasks;
     struct chunk *chunk;        /* [chunks] */
+    int64_t *expert_start;      /* [E+1] */
     int64_t *position;          /* [T*A] slot -> sorted row, -1 without an expert */
     int64_t *token;             /* [R] sorted row -> token */
     int8_t *xq, *hq;            /* [T, H], [R, I], padded */
@@ -246,57 +351,31 @@ struct layer_job {
     float *gate_up;             /* [R, 2I], unless fused */
     char *y;                    /* [R, H] of a->between */
     int64_t xq_stride, hq_stride;
+    int64_t most;               /* blocks in a run */
+    unsigned threads;
     int64_t quantized, down_done, next; /* counters that grow */
 };
 
-static int64_t padded_stride(const struct isa *isa, const struct weights *w)
-{
-    int64_t pad = w->bits == 4 ? isa->pad4 : isa->pad8;
-    return ceil_div(ceil_div(w->K, pad) * pad, 64) * 64 + 64; /* not a power of two, or all rows share a set of the cache */
-}
-
-/* Lay the scratch out; returns its size. With base NULL only the size is right. */
-static int64_t lay_out(struct layer_job *j, char *base)
+/* As lay_out_gmm. */
+static int64_t lay_out_layer(struct layer_job *j, char *scratch)
 {
     const struct layer *a = j->a;
     const int64_t slots = a->T * a->A;
     int64_t at = 0;
-#define PART(field, bytes) (j->field = base ? (void *)(base + at) : NULL, at += ceil_div((bytes), 64) * 64)
-    PART(chunk, (least(slots, j->E) + slots / ROW_CHUNK + 1) * (int64_t)sizeof(struct chunk));
-    PART(position, slots * 8);
-    PART(token, slots * 8);
-    PART(xs, a->T * 4);
-    PART(x_start, a->T * groups_of(&a->w13) * 4);
-    PART(hs, slots * 4);
-    PART(h_start, slots * groups_of(&a->w2) * 4);
-    PART(xq, a->T * j->xq_stride);
-    PART(hq, slots * j->hq_stride);
-    PART(h, slots * j->I * kind_bytes[a->between]);
-    PART(gate_up, j->fused ? 0 : slots * 2 * j->I * 4);
-    PART(y, slots * j->H * kind_bytes[a->between]);
-#undef PART
-    return at + (j->E + 1) * 8;
-}
-
-static void describe(struct layer_job *j, const struct layer *a, const struct isa *isa)
-{
-    memset(j, 0, sizeof *j);
-    j->a = a;
-    j->isa = isa;
-    j->gating = (struct gating){a->activation, a->between, a->alpha, a->limit};
-    j->E = a->w13.E;
-    j->H = a->w13.K;
-    j->I = a->w2.K;
-    j->fused = j->I % isa->channels == 0;
-    j->xq_stride = padded_stride(isa, &a->w13);
-    j->hq_stride = padded_stride(isa, &a->w2);
-}
-
-int64_t lowgmm_layer_scratch(const struct layer *a, int64_t isa)
-{
-    struct layer_job j;
-    describe(&j, a, all[isa]);
-    return lay_out(&j, NULL);
+    PART(j->expert_start, (j->E + 1) * 8);
+    PART(j->chunk, (least(slots, j->E) + slots / ROW_CHUNK + 1) * (int64_t)sizeof(struct chunk));
+    PART(j->position, slots * 8);
+    PART(j->token, slots * 8);
+    PART(j->xs, a->T * 4);
+    PART(j->x_start, a->T * groups_of(&a->w13) * 4);
+    PART(j->hs, slots * 4);
+    PART(j->h_start, slots * groups_of(&a->w2) * 4);
+    PART(j->xq, a->T * j->xq_stride);
+    PART(j->hq, slots * j->hq_stride);
+    PART(j->h, slots * j->I * kind_bytes[a->between]);
+    PART(j->gate_up, j->fused ? 0 : slots * 2 * j->I * 4);
+    PART(j->y, slots * j->H * kind_bytes[a->between]);
+    return at;
 }
 
 static int64_t expert_of(const struct layer *a, int64_t slot, int64_t E)
@@ -306,10 +385,11 @@ static int64_t expert_of(const struct layer *a, int64_t slot, int64_t E)
 }
 
 /* A stable counting sort of the slots by expert, as routing.py defines it, cut into chunks. */
-static void sort_slots(struct layer_job *j, int64_t *start)
+static void sort_slots(struct layer_job *j)
 {
     const struct layer *a = j->a;
     const int64_t slots = a->T * a->A;
+    int64_t *start = j->expert_start;
     memset(start, 0, (size_t)(j->E + 1) * 8);
     for (int64_t s = 0; s < slots; ++s) {
         int64_t e = expert_of(a, s, j->E);
@@ -328,7 +408,10 @@ static void sort_slots(struct layer_job *j, int64_t *start)
     }
 }
 
-static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, const uint8_t *next)
+enum { AT_A_TIME = 4 * 7 };
+
+/* `blocks` blocks from `block` on; more than one only if fused, and for no more than AT_A_TIME rows together. */
+static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, int64_t blocks, struct place next)
 {
     const struct layer *a = j->a;
     const struct isa *isa = j->isa;
@@ -340,30 +423,32 @@ static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, co
         return;
     }
     /* A few rows at a time, so that gate and up stay in the cache until the activation has combined them. */
-    enum { AT_A_TIME = 4 * 7 };
     float gate[AT_A_TIME * MAX_CHANNELS], up[AT_A_TIME * MAX_CHANNELS];
-    const int64_t up_block = block + j->I / isa->channels, bytes = block_bytes(isa, &a->w13);
+    const int64_t up_block = block + j->I / isa->channels, width = blocks * isa->channels;
     const int64_t whole = c->count <= AT_A_TIME ? c->count : AT_A_TIME;
-    const uint8_t *up_at = a->w13.packed + (c->expert * (2 * j->I / isa->channels) + up_block) * bytes;
-    x.out_stride = isa->channels * 4;
+    x.out_stride = width * 4;
     for (int64_t first = 0; first < c->count; first += whole) {
         int64_t n = least(whole, c->count - first), row = c->first + first;
         x.out_first = row;
         x.out = (char *)gate;
-        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block, up_at, 0);
+        for (int64_t b = 0; b < blocks; ++b)
+            block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, block + b,
+                     place_of(isa, &a->w13, c->expert, b + 1 < blocks ? block + b + 1 : up_block), b * isa->channels);
         x.out = (char *)up;
-        block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block, next, 0);
+        for (int64_t b = 0; b < blocks; ++b)
+            block_of(isa, &a->w13, a->bias_w13, &x, c->expert, row, n, up_block + b,
+                     b + 1 < blocks ? place_of(isa, &a->w13, c->expert, up_block + b + 1) : next, b * isa->channels);
         for (int64_t r = 0; r < n; ++r)
-            isa->activate(&j->gating, gate + r * isa->channels, up + r * isa->channels,
-                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], isa->channels);
+            isa->activate(&j->gating, gate + r * width, up + r * width,
+                          j->h + ((row + r) * j->I + block * isa->channels) * kind_bytes[a->between], width);
     }
 }
 
 /* Whoever multiplied the last block of a chunk quantises its rows: only now are their largest elements known. */
-static void finish_gate_up(struct layer_job *j, struct chunk *c)
+static void finish_gate_up(struct layer_job *j, struct chunk *c, int64_t blocks)
 {
     const struct layer *a = j->a;
-    if (__atomic_sub_fetch(&c->gate_up_left, 1, __ATOMIC_ACQ_REL)) return;
+    if (__atomic_sub_fetch(&c->gate_up_left, blocks, __ATOMIC_ACQ_REL)) return;
     const struct quantize h = {
         .x = j->h, .q = j->hq, .scales = j->hs, .start = j->h_start, .rows = j->R, .K = j->I, .x_stride = j->I,
         .q_stride = j->hq_stride, .group = a->w2.group, .kind = a->between, .offset = offset_of(j->isa, &a->w2),
@@ -387,20 +472,16 @@ static void combine_task(struct layer_job *j, int64_t task)
                         a->topk_weights + t * a->A, a->A, j->H);
 }
 
-/* Where the weights of a task start; anything readable for a task without weights. */
-static const uint8_t *weights_of(const struct layer_job *j, int64_t ticket)
+/* The weights of a task; any for a task without weights. */
+static struct place weights_of(const struct layer_job *j, int64_t ticket)
 {
-    const struct layer *a = j->a;
-    const struct isa *isa = j->isa;
     int64_t task = ticket - j->quantize_tasks, gate_up_tasks = j->chunks * j->gate_up_blocks;
     if (task >= 0 && task < gate_up_tasks)
-        return a->w13.packed + (j->chunk[task / j->gate_up_blocks].expert * ceil_div(a->w13.N, isa->channels) +
-                                task % j->gate_up_blocks) * block_bytes(isa, &a->w13);
+        return place_of(j->isa, &j->a->w13, j->chunk[task / j->gate_up_blocks].expert, task % j->gate_up_blocks);
     task -= gate_up_tasks;
     if (task >= 0 && task < j->chunks * j->down_blocks)
-        return a->w2.packed + (j->chunk[task / j->down_blocks].expert * j->down_blocks + task % j->down_blocks) *
-                                  block_bytes(isa, &a->w2);
-    return a->w2.packed;
+        return place_of(j->isa, &j->a->w2, j->chunk[task / j->down_blocks].expert, task % j->down_blocks);
+    return place_of(j->isa, &j->a->w2, 0, 0);
 }
 
 /* Tasks in order: quantise tokens; gate and up blocks, expert by expert; down blocks; combine. A task waits for those before it
@@ -418,10 +499,18 @@ static void layer_work(void *data)
     const struct rows down = {j->hq, j->h_start, j->hs, j->hq_stride, NULL, j->y, 0, j->H * kind_bytes[a->between], a->between};
     const int64_t gate_up_end = j->quantize_tasks + j->chunks * j->gate_up_blocks;
     const int64_t down_tasks = j->chunks * j->down_blocks, down_end = gate_up_end + down_tasks;
-    int64_t ticket = take(&j->next, 1);
-    while (ticket < down_end + j->combine_tasks) {
-        int64_t following = take(&j->next, 1);
-        const uint8_t *next = weights_of(j, following);
+    struct run run = {take(&j->next, 1), 0};
+    for (int64_t ticket; (ticket = run.at) < down_end + j->combine_tasks;) {
+        int64_t blocks = 1;
+        if (j->fused && ticket >= j->quantize_tasks && ticket < gate_up_end) { /* as many of its run as gate_up_task takes */
+            int64_t task = ticket - j->quantize_tasks, left = j->gate_up_blocks - task % j->gate_up_blocks;
+            int64_t most = AT_A_TIME / j->chunk[task / j->gate_up_blocks].count;
+            blocks = least(least(run.end - ticket, left), most);
+            blocks = blocks > 1 ? blocks : 1;
+            run.at += blocks - 1;
+        }
+        advance(&run, &j->next, down_end, j->most, j->threads);
+        const struct place next = weights_of(j, run.at);
         if (ticket < j->quantize_tasks) {
             int64_t first = ticket * j->tokens_at_a_time, end = least(first + j->tokens_at_a_time, a->T);
             for (int64_t t = first; t < end; ++t) isa->quantize(&x, t);
@@ -430,8 +519,8 @@ static void layer_work(void *data)
             int64_t task = ticket - j->quantize_tasks;
             struct chunk *c = &j->chunk[task / j->gate_up_blocks];
             wait_for(&j->quantized, j->quantize_tasks);
-            gate_up_task(j, c, task % j->gate_up_blocks, next);
-            finish_gate_up(j, c);
+            gate_up_task(j, c, task % j->gate_up_blocks, blocks, next);
+            finish_gate_up(j, c, blocks);
         } else if (ticket < down_end) {
             int64_t task = ticket - gate_up_end, block = task % j->down_blocks;
             const struct chunk *c = &j->chunk[task / j->down_blocks];
@@ -442,22 +531,29 @@ static void layer_work(void *data)
             wait_for(&j->down_done, down_tasks);
             combine_task(j, ticket - down_end);
         }
-        ticket = following;
     }
 }
 
-void lowgmm_layer(const struct layer *a, int64_t isa, parallel_t parallel, unsigned threads)
+int64_t lowgmm_layer(const struct layer *a, int64_t index, parallel_t parallel, unsigned threads)
 {
-    struct layer_job j;
-    describe(&j, a, all[isa]);
-    int64_t bytes = lay_out(&j, a->scratch);
-    sort_slots(&j, (int64_t *)(a->scratch + bytes - (j.E + 1) * 8));
+    const struct isa *isa = all[index];
+    struct layer_job j = {
+        .a = a, .isa = isa, .gating = {a->activation, a->between, a->alpha, a->limit}, .E = a->w13.E, .H = a->w13.K, .I = a->w2.K,
+        .fused = a->w2.K % isa->channels == 0, .xq_stride = padded_stride(isa, &a->w13), .hq_stride = padded_stride(isa, &a->w2),
+    };
+    int64_t bytes = lay_out_layer(&j, NULL);
+    if (a->scratch_bytes < bytes) return bytes;
+    lay_out_layer(&j, a->scratch);
+    sort_slots(&j);
     j.tokens_at_a_time = at_a_time(a->T, threads);
     j.quantize_tasks = j.combine_tasks = ceil_div(a->T, j.tokens_at_a_time);
-    j.gate_up_blocks = j.fused ? j.I / j.isa->channels : ceil_div(2 * j.I, j.isa->channels);
-    j.down_blocks = ceil_div(j.H, j.isa->channels);
+    j.gate_up_blocks = j.fused ? j.I / isa->channels : ceil_div(2 * j.I, isa->channels);
+    j.down_blocks = ceil_div(j.H, isa->channels);
     for (int64_t c = 0; c < j.chunks; ++c) j.chunk[c].gate_up_left = j.gate_up_blocks;
+    j.threads = threads;
+    j.most = run_of(block_bytes(isa, &a->w13), j.R, j.chunks);
     run(parallel, threads, layer_work, &j);
+    return 0;
 }
 
 int64_t lowgmm_layout(void)

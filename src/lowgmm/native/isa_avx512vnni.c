@@ -29,26 +29,28 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 #endif
 }
 
-/* What to fetch at each step. Few rows: the stream itself, a little ahead, and on to the next block at its end, so that none starts
- * by waiting for memory. Many rows: the next block, into L2; four tiles fetch the four cache lines of each step.
+/* What to fetch at each step, into L2. Few rows: at the end of a block the next one's start, so that none begins by waiting for
+ * memory; the stream itself is the processor's to fetch, and fetching it here too is slower. Many rows: the next block, all of it;
+ * four tiles fetch the four cache lines of each step.
  *
  * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
 #define FETCH()                                                                                                                \
     if (rows <= FEW) {                                                                                                         \
-        if (step == turn) ahead = t->next - AHEAD - step * STEP;                                                               \
-        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)ahead + AHEAD + step * STEP + 64 * c, _MM_HINT_T0);       \
+        if (step >= turn)                                                                                                      \
+            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)t->next + (step - turn) * STEP + 64 * c, _MM_HINT_T1);\
     } else {                                                                                                                   \
-        _mm_prefetch((const char *)ahead + step * STEP, _MM_HINT_T1);                                                          \
+        _mm_prefetch((const char *)fetch + step * STEP, _MM_HINT_T1);                                                          \
     }
 #define START(from)                                                                                                            \
     _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                                                     \
         _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) acc[r][c] = _mm512_set1_epi32(from)
 
-/* Where prefetching starts, and the step from which it goes on in the next block. */
 #define PLAN()                                                                                                                 \
-    const uint8_t *ahead = rows <= FEW ? t->w : t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                              \
+    if (t->scales_w) /* needed at the end of the block, or of its first group */                                               \
+        for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(t->scales_w + 16 * c), _MM_HINT_T0);                     \
+    const uint8_t *fetch = t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                                                   \
     const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
-    (void)turn
+    (void)fetch, (void)turn
 
 FN void dot8(const struct tile *t, union sums *s, const int rows)
 {
@@ -88,8 +90,12 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
 {
     const int one_group = t->steps <= t->group_steps;
     const __m512i low = _mm512_set1_epi8(15);
+    /* High halves left in place are 16 times too large: with sums of their own (|sum| <= 240 · 128 · K/2 fits, MAX_EXACT_K says) they
+     * need no shift by step, but one at the end. */
+    const int apart = rows <= 3;
     PLAN();
     const int64_t steps = t->steps, group_steps = t->group_steps;
+    const float *next_scales = t->next_scales;
     const uint8_t *w = t->w;
     const int8_t *x[ROWS];
 #pragma GCC unroll 8
@@ -97,10 +103,17 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
     for (int64_t group = 0, step = 0; step < steps; ++group) {
         const int64_t end = step + group_steps < steps ? step + group_steps : steps;
         const float *scales = t->scales_w + group * t->scale_group;
-        if (!one_group)
-            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(scales + 4 * t->scale_group + 16 * c), _MM_HINT_T0);
+        if (!one_group) { /* a few groups ahead, and on to the next block's first */
+            const float *soon = end + 3 * group_steps < steps ? scales + 4 * t->scale_group : next_scales;
+            if (soon == next_scales) next_scales += t->scale_group;
+            for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(soon + 16 * c), _MM_HINT_T0);
+        }
         __m512i acc[ROWS][COLUMNS];
         START(t->start[r][group]);
+        __m512i high[ROWS][COLUMNS];
+        if (apart)
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c) high[r][c] = _mm512_setzero_si512();
         for (; step < end; ++step, w += STEP) {
             FETCH();
 #pragma GCC unroll 4
@@ -111,11 +124,19 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
             }
 #pragma GCC unroll 4
             for (int c = 0; c < COLUMNS; ++c) {
-                __m512i second = _mm512_and_si512(_mm512_srli_epi16(_mm512_loadu_si512(w + 64 * c), 4), low);
+                __m512i both = _mm512_loadu_si512(w + 64 * c);
+                __m512i second = apart ? _mm512_andnot_si512(low, both) : _mm512_and_si512(_mm512_srli_epi16(both, 4), low);
 #pragma GCC unroll 8
-                for (int r = 0; r < rows; ++r) acc[r][c] = dot_at(acc[r][c], second, x[r] + 8 * step + 4);
+                for (int r = 0; r < rows; ++r) {
+                    if (apart) high[r][c] = dot_at(high[r][c], second, x[r] + 8 * step + 4);
+                    else acc[r][c] = dot_at(acc[r][c], second, x[r] + 8 * step + 4);
+                }
             }
         }
+        if (apart)
+            _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)
+                _Pragma("GCC unroll 4") for (int c = 0; c < COLUMNS; ++c)
+                    acc[r][c] = _mm512_add_epi32(acc[r][c], _mm512_srai_epi32(high[r][c], 4));
         if (one_group) {
 #pragma GCC unroll 8
             for (int r = 0; r < rows; ++r)

@@ -55,11 +55,15 @@ struct quantize {
 /* A grouped matmul. */
 struct gmm {
     struct weights w;
-    struct quantize x;      /* with q NULL its x are K int8 values (padded: K is a multiple of isa.pad) to be used in place */
+    const void *x;          /* [rows, K] of kind, row stride in elements; floats are quantised, INT8 is taken as it is */
+    const float *scales_x;  /* [rows] of INT8 rows, NULL for 1 */
     const float *bias;      /* [E, N] or NULL */
-    char *out;              /* [M, N] of out_kind, row stride in elements; rows behind the last expert become zero */
-    const int64_t *offsets; /* [E+1] */
-    int64_t out_stride, out_kind;
+    char *out;              /* [rows, N] of out_kind, row stride in elements; rows behind the last expert become zero */
+    const void *offsets;    /* [E+1] int64 or int32 */
+    char *scratch;
+    int64_t scratch_bytes, rows, x_stride, out_stride;
+    int32_t kind, out_kind, offset_bytes;
+    float clip;
 };
 
 /* An expert layer. */
@@ -70,21 +74,21 @@ struct layer {
     const void *ids;            /* [T, A] int64 or int32, contiguous */
     const float *topk_weights;  /* [T, A] */
     void *out;                  /* [T, H] of kind, contiguous */
-    char *scratch;              /* lowgmm_layer_scratch bytes */
-    int64_t T, A, hidden_stride;
+    char *scratch;
+    int64_t scratch_bytes, T, A, hidden_stride;
     int32_t kind, between, activation, ids_bytes;
     float alpha, limit, clip;
     int32_t unused;
 };
 
-/* The C ABI. `isa` is an index of lowgmm_isa_name. Safe from several threads at once, each with its own output and scratch. */
+/* The C ABI. `isa` is an index of lowgmm_isa_name. Safe from several threads at once, each with its own output and scratch.
+ * gmm and layer return 0; or the bytes of scratch that they need, when they got fewer and did nothing. */
 const char *lowgmm_isa_name(int64_t isa);  /* best first; NULL behind the last */
 int lowgmm_isa_supported(int64_t isa);
 void lowgmm_isa_layout(int64_t isa, int32_t layout[4]); /* channels, unsigned8, pad8, pad4: see struct isa */
 void lowgmm_quantize(const struct quantize *, int64_t isa, parallel_t, unsigned threads);
-void lowgmm_gmm(const struct gmm *, int64_t isa, parallel_t, unsigned threads);
-int64_t lowgmm_layer_scratch(const struct layer *, int64_t isa); /* bytes */
-void lowgmm_layer(const struct layer *, int64_t isa, parallel_t, unsigned threads);
+int64_t lowgmm_gmm(const struct gmm *, int64_t isa, parallel_t, unsigned threads); /* -1: offsets do not cut `rows` into groups */
+int64_t lowgmm_layer(const struct layer *, int64_t isa, parallel_t, unsigned threads);
 int64_t lowgmm_layout(void);               /* sizes of the argument structs: what Python declares must be what was compiled */
 
 /* ---- between engine.c and isa_*.c -------------------------------------------------------------------------------------- */
@@ -95,8 +99,10 @@ struct tile {
     const int32_t *start[MAX_ROWS]; /* one number per group */
     char *out[MAX_ROWS];            /* at the block's first channel */
     float scales_x[MAX_ROWS];
-    const uint8_t *w, *next;        /* next: what this thread reads after this block */
+    const uint8_t *w;
     const float *scales_w, *bias;   /* at the block's first channel, or NULL */
+    const uint8_t *next;            /* what this thread reads after this block, */
+    const float *next_scales;       /* with its scales (anything where it has none) */
     int64_t scale_group;
     int64_t steps, group_steps;     /* of 4 (INT8) or 8 (INT4) elements of K; in the last group fewer may be left */
     int64_t channels;               /* that exist in this block: isa.channels or fewer */
