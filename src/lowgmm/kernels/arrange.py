@@ -16,7 +16,7 @@ from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import load_ids
 
-COLUMNS = tl.constexpr(32)
+COLUMNS = tl.constexpr(8)
 """Experts that one program of the scan sums up."""
 
 DRAWN, COUNTED, SCANNED, FINISHED = (tl.constexpr(i) for i in range(4))
@@ -53,9 +53,9 @@ def count_chunk(ids, counts, first, end, E, BINS: tl.constexpr, SUB: tl.constexp
 @triton.jit
 def scan_chunks(counts, totals, column, chunks, BINS: tl.constexpr):
     """In place: how many slots of these experts all chunks before a chunk have; and how many all have."""
-    i, bins = tl.arange(0, 64), column + tl.arange(0, COLUMNS)
+    i, bins = tl.arange(0, 256), column + tl.arange(0, COLUMNS)
     total = tl.zeros((COLUMNS,), dtype=tl.int32)
-    for start in tl.range(0, chunks, 64):
+    for start in tl.range(0, chunks, 256):
         at = (start + i)[:, None] * BINS + bins[None, :]
         sizes = tl.load(counts + at, mask=(start + i < chunks)[:, None], other=0)
         tl.store(counts + at, total[None, :] + tl.cumsum(sizes, 0) - sizes, mask=(start + i < chunks)[:, None])
@@ -211,12 +211,12 @@ def gather_kernel(
 SUB, MAX_CHUNKS = 128, 512
 """Slots that are placed at a time, each compared with each; chunks of at least as many."""
 
-FEW = (128, 1024)
+FEW = (128, 1024, 4096)
 """Slots that a program looks at all of; more are sorted in a launch of their own."""
 
 
 def bins_of(num_experts: int) -> int:
-    return max(COLUMNS.value, triton.next_power_of_2(num_experts + 2))
+    return max(16, triton.next_power_of_2(num_experts + 2))
 
 
 def arrange(

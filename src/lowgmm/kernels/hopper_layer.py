@@ -365,13 +365,13 @@ def consume(
             column = column * BN + HALF * (BN // 2)
             if kind == UP:
                 if not GATED:
-                    value0 = activate(value0, value0, slope, bound, ACTIVATION, False, CLAMPED)
+                    value0 = activate(value0, value0, slope, bound, ACTIVATION, False, CLAMPED, True)
                     keep(value0, h, absmax, out, row, end, column, I, stride, BM, QUANTISED)
                     if TWO:
-                        value1 = activate(value1, value1, slope, bound, ACTIVATION, False, CLAMPED)
+                        value1 = activate(value1, value1, slope, bound, ACTIVATION, False, CLAMPED, True)
                         keep(value1, h, absmax, out, row, end, column + 64, I, stride, BM, QUANTISED)
                 elif TWO:
-                    value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED)
+                    value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED, True)
                     keep(value0, h, absmax, out, row, end, column // 2, I, stride, BM, QUANTISED)
                 elif HALF == 1:
                     mbarrier.wait(taken.index(0), (met & 1) ^ 1)
@@ -385,7 +385,7 @@ def consume(
                     barrier()
                     mbarrier.arrive(taken.index(0))
                     met += 1
-                    value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED)
+                    value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED, True)
                     keep(value0, h, absmax, out, row, end, column // 2, I, stride, BM, QUANTISED)
                 if TWO or not GATED or HALF == 0:
                     if not QUANTISED:

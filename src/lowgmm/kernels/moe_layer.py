@@ -135,7 +135,8 @@ def moe_layer_kernel(
     BM: tl.constexpr, BN1: tl.constexpr, BK1: tl.constexpr, BN2: tl.constexpr, BK2: tl.constexpr,
     STAGES: tl.constexpr, SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K1: tl.constexpr, EVEN_K2: tl.constexpr,
     TYPE: tl.constexpr, ACC: tl.constexpr, PROMOTE: tl.constexpr, QMAX: tl.constexpr, ACTIVATION: tl.constexpr,
-    LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, BIAS1: tl.constexpr,
+    LAYOUT: tl.constexpr, CLAMPED: tl.constexpr, NVIDIA: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+    BIAS1: tl.constexpr,
     BIAS2: tl.constexpr, REQUANTIZE: tl.constexpr, GROUPS: tl.constexpr, GROUP: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Grid (programs,): any number. See the module's docstring for the order of the queue."""
@@ -179,7 +180,7 @@ def moe_layer_kernel(
                     x, scales_x, inverse, scale, w13, scales_w13, bias_w13, h, absmax, order, topk_weights,
                     expert1, row1, end1, n1, H, I, A, stride_x, slope, limit,
                     BM, BN1, BK1, STAGES, SWAP, TMA, EVEN_K1, TYPE, ACC, PROMOTE, QMAX, DIRECT, GATHERED, ACTIVATION,
-                    LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, GROUPS, GROUP,
+                    LAYOUT, CLAMPED, NVIDIA, WEIGHT_ON_INPUT, BIAS1, GROUPS, GROUP,
                 )  # fmt: skip
             if PHASE == BOTH:
                 tl.debug_barrier()  # every thread's part of h is written before one thread says so

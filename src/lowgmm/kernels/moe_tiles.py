@@ -48,21 +48,38 @@ def load_weights(w, row, rows, column, k, K, stride, TMA: tl.constexpr, EVEN_K: 
 
 
 @triton.jit
-def activate(gate, up, slope, bound, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr):
+def sigmoid(x, NVIDIA: tl.constexpr):
+    """1 / (1 + exp(-x)), within a few units in the last place."""
+    if NVIDIA:
+        # 4 instructions instead of 14, because neither overflow nor subnormals need care: exp(-x) = inf gives 0.
+        s = tl.inline_asm_elementwise(
+            "{.reg .f32 t; mul.f32 t, $1, 0fBFB8AA3B; ex2.approx.ftz.f32 t, t; add.f32 t, t, 0f3F800000; "
+            "rcp.approx.ftz.f32 $0, t;}",
+            "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        s = tl.sigmoid(x)
+    return s
+
+
+@triton.jit
+def activate(
+    gate, up, slope, bound, ACTIVATION: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, NVIDIA: tl.constexpr
+):  # fmt: skip
     """h of gate and up, as ``layer.activate`` defines it; NaN stays NaN through the clamps."""
     if CLAMPED:
         gate = tl.minimum(gate, bound, propagate_nan=tl.PropagateNan.ALL)
         up = tl.minimum(up, bound, propagate_nan=tl.PropagateNan.ALL)
         up = tl.maximum(up, -bound, propagate_nan=tl.PropagateNan.ALL)
     if ACTIVATION == "silu":
-        h = gate * tl.sigmoid(gate)
+        h = gate * sigmoid(gate, NVIDIA)
     elif ACTIVATION == "gelu":
         h = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
     elif ACTIVATION == "relu2":
         h = tl.maximum(gate, 0.0, propagate_nan=tl.PropagateNan.ALL)
         h = h * h
     elif ACTIVATION == "swiglu_oai":
-        h = gate * tl.sigmoid(slope * gate)
+        h = gate * sigmoid(slope * gate, NVIDIA)
         up = up + 1.0
     else:
         h = gate
@@ -106,7 +123,8 @@ def gate_up_tile(
     SWAP: tl.constexpr, TMA: tl.constexpr, EVEN_K: tl.constexpr, TYPE: tl.constexpr, ACC: tl.constexpr,
     PROMOTE: tl.constexpr, QMAX: tl.constexpr, DIRECT: tl.constexpr, GATHERED: tl.constexpr,
     ACTIVATION: tl.constexpr, LAYOUT: tl.constexpr,
-    CLAMPED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr, GROUPS: tl.constexpr,
+    CLAMPED: tl.constexpr, NVIDIA: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, BIAS: tl.constexpr,
+    GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):  # fmt: skip
     """h[rows, columns] = act(x W_gateᵀ, x W_upᵀ) in h's dtype, and its share of each row's absmax.
@@ -193,7 +211,7 @@ def gate_up_tile(
             up, scales_w13, bias_w13, up_channel, in_columns, row_scale, row_weight,
             SWAP, QUANTISED, WEIGHT_ON_INPUT, BIAS,
         )  # fmt: skip
-    value = activate(g, u, slope, bound, ACTIVATION, GATED, CLAMPED).to(h.dtype.element_ty)
+    value = activate(g, u, slope, bound, ACTIVATION, GATED, CLAMPED, NVIDIA).to(h.dtype.element_ty)
     live = on_rows(in_rows, SWAP) & on_columns(in_columns, SWAP)
     at = on_rows(rm.to(tl.int64) * I, SWAP) + on_columns(rn, SWAP)
     tl.store(h + at, value, mask=live)

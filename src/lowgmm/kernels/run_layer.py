@@ -196,6 +196,7 @@ def constants(
         "ACTIVATION": spec.activation,
         "LAYOUT": spec.gate_up,
         "CLAMPED": spec.bound is not None,
+        "NVIDIA": gpu.backend == "cuda" and not gpu.interpreted,
         "WEIGHT_ON_INPUT": spec.weight_on_input,
         "BIAS1": biased[0],
         "BIAS2": biased[1],
