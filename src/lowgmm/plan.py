@@ -219,8 +219,9 @@ def pick(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
 def _warp_specialised(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     """The tile for the rows that an expert has, with as many stages as fit; None where the kernel cannot run it."""
     rows, size = problem.rows_per_expert, problem.dtype.itemsize
-    block_m = next((m for m in (16, 32, 64) if rows <= m), 128)
-    down_n, width = (256, 128) if rows > 96 else (128, 256 if block_m < 128 else 128)
+    # Experts differ in their rows, and a second tile reads the weights again: the tile is higher than the mean.
+    block_m = next((m for most, m in ((16, 16), (24, 32), (96, 64)) if rows <= most), 128)
+    down_n, width = (256, 128) if block_m == 128 else (128, 256)
     up_n = down_n if problem.gate_up == "none" else down_n // 2
     for stages in (6, 5, 4, 3, 2):
         tiles = (block_m, up_n, width // size, down_n, width // size)
