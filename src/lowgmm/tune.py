@@ -172,6 +172,8 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return "warp-specialised tiles come as '-swap-tma-ws-queue1' only."
         if config.block_n not in (128, 256) or config.block_m > 128 or config.num_warps != 4:
             return "warp-specialised tiles need block_n 128 or 256, block_m up to 128, and 4 warps per warpgroup."
+        if config.num_stages < 2:
+            return "warp-specialised tiles need 2 stages: a slot is emptied once the next one has been multiplied."
         if problem.element_size > 2 or config.block_k * problem.element_size % 128:
             return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
     need = config.shared_memory(problem.element_size, problem.out_dtype.itemsize)
