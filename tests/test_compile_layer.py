@@ -27,7 +27,7 @@ def request(
     E, A, H, I = LAYERS[name]
     options = more.get("options", {})
     how = options.get("requantize", "token"), options.get("gate_up", "concatenated")
-    config = choose(LayerProblem(T, A, E, H, I, dtype, *how), gpu)
+    config = choose(LayerProblem(T, A, E, H, I, dtype, *how, more.get("between", 2)), gpu)
     assert config is not None
     kind = str(dtype).removeprefix("torch.")
     return {"E": E, "A": A, "H": H, "I": I, "T": T, "dtype": kind, "config": str(config), "target": target, **more}
@@ -48,6 +48,8 @@ def requests() -> list[dict[str, Any]]:
     made.append(
         request("sm90", hopper, "seed", torch.int8, 64, pick, options={**GPT_OSS, "weight_on_input": True}, biased=True)
     )
+    for T in (1, 512, 1000, 8192):
+        made.append(request("sm90", hopper, "qwen3", torch.int8, T, pick, between=4))
     for T in (1, 8, 8192):
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options=GPT_OSS, biased=True))
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options={"requantize": "group128"}))
@@ -60,7 +62,7 @@ REQUESTS = requests()
 
 def name_of(index: int) -> str:
     r = REQUESTS[index]
-    return "-".join(str(r.get(name, "")) for name in ("target", "dtype", "T", "config", "options"))
+    return "-".join(str(r.get(name, "")) for name in ("target", "dtype", "T", "config", "options", "between"))
 
 
 @pytest.fixture(scope="module")

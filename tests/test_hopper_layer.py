@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 import lowgmm
 from lowgmm.formats import QuantTensor
 from lowgmm.gpu import describe
-from lowgmm.plan import LayerConfig, LayerProblem, supports
+from lowgmm.plan import LayerConfig, LayerProblem, pick, supports
+from lowgmm.shapes import UnsupportedError
 from lowgmm.testing import assert_within_budget
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +98,153 @@ def test_options(name: str, tile: str, format: str | None) -> None:
         options = {"limit": 0.5}
     for shape in ("few", "narrow edges", "bands of row tiles"):
         check(tile, shape, format, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("T", [1, 40, 200, 1000])
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+def test_other_dtypes_of_hidden(format: str, T: int, dtype: torch.dtype) -> None:
+    """h and the slots' outputs are float32 then, twice as large in shared memory; what is picked must still fit."""
+    torch.manual_seed(0)
+    w13, w2 = weights(8, 2 * 320, 512, format), weights(8, 512, 320, format)
+    hidden = torch.randn(T, 512, device="cuda", dtype=dtype)
+    share, ids = torch.rand(T, 8, device="cuda").topk(2)
+    picked = pick(LayerProblem(T, 2, 8, 512, 320, w2.values.dtype, between=4), describe(torch.device("cuda")))
+    assert picked is not None
+    assert picked.warp_specialize
+    y, own = (lowgmm.moe_ffn(hidden, w13, w2, ids, share, config=config) for config in (None, OWN))
+    exact = lowgmm.moe_ffn(hidden, w13, w2, ids, share, impl="reference")
+    assert y.dtype == dtype
+    assert_within_budget(y, exact.double(), own, str(picked))
+    if format == "int8":
+        assert torch.equal(y, own)
+
+
+def test_weights_that_tma_cannot_address() -> None:
+    """8 bytes off: the portable kernels run instead, with the same bits; asking for the others is refused."""
+    torch.manual_seed(0)
+    w13, w2 = weights(4, 2 * 64, 128, "int8"), weights(4, 128, 64, "int8")
+    hidden = torch.randn(9, 128, device="cuda").bfloat16()
+    share, ids = torch.rand(9, 4, device="cuda").topk(2)
+    want = lowgmm.moe_ffn(hidden, w13, w2, ids, share)
+    config = config_of("16x128x256", LayerProblem(9, 2, 4, 128, 64, torch.int8))
+    for moved13, moved2 in ((True, False), (False, True)):
+        w = [elsewhere(q) if moved else q for q, moved in ((w13, moved13), (w2, moved2))]
+        assert torch.equal(lowgmm.moe_ffn(hidden, *w, ids, share), want)
+        with pytest.raises(UnsupportedError, match="multiple of 16 bytes"):
+            lowgmm.moe_ffn(hidden, *w, ids, share, config=config)
+
+
+def elsewhere(w: QuantTensor) -> QuantTensor:
+    memory = torch.empty(w.values.numel() + 8, dtype=w.values.dtype, device="cuda")[8:].view(w.values.shape)
+    assert memory.data_ptr() % 16 == 8
+    return replace(w, values=memory.copy_(w.values))
+
+
+EXTREME = {
+    "nobody has an expert": lambda T, A: torch.full((T, A), -1),
+    "one expert takes all": lambda T, A: torch.full((T, A), 3),
+    "wider than 32 bits": lambda T, A: torch.arange(T * A).view(T, A) % 11 * 2**32 + torch.arange(T * A).view(T, A) % 7,
+    "all of some tokens": lambda T, A: torch.where(torch.arange(T).view(T, 1) % 3 == 0, 99, torch.arange(A) % 5),
+}
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", None])
+@pytest.mark.parametrize("tile", ["16x128x256", "128x256x128"])
+@pytest.mark.parametrize("T", [1, 70, 1500])
+@pytest.mark.parametrize("name", EXTREME)
+def test_extreme_ids(name: str, T: int, tile: str, format: str | None) -> None:
+    """Memory that is reused is full of NaN before: whatever is read without having been written shows."""
+    torch.manual_seed(0)
+    E, A, H, I = 5, 4, 144, 80
+    w13, w2 = weights(E, 2 * I, H, format), weights(E, H, I, format)
+    hidden = torch.randn(T, H, device="cuda").bfloat16()
+    share, ids = torch.rand(T, A, device="cuda"), EXTREME[name](T, A).cuda()
+    inside = (ids >= 0) & (ids < E)
+    share = torch.where(inside, share, float("nan"))
+    dtype = w2.values.dtype if isinstance(w2, QuantTensor) else w2.dtype
+    config = config_of(tile, LayerProblem(T, A, E, H, I, dtype))
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24):
+        torch.full((size,), float("nan"), device="cuda")
+    y = lowgmm.moe_ffn(hidden, w13, w2, ids, share, config=config)
+    assert not y[~inside.any(1)].any()
+    used = torch.where(inside, share, 0)
+    own = lowgmm.moe_ffn(hidden, w13, w2, torch.where(inside, ids, -1), used, config=OWN)
+    exact = lowgmm.moe_ffn(hidden, w13, w2, torch.where(inside, ids, -1), used, impl="reference")
+    assert_within_budget(y, exact.double(), own, name)
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", None])
+@pytest.mark.parametrize("tile", ["16x128x256", "64x256x128", "128x256x128"])
+def test_nan_stays_in_its_token(tile: str, format: str | None) -> None:
+    """Its rows lie between others', in tiles whose dead rows are read too."""
+    torch.manual_seed(0)
+    T, A, E, H, I = 90, 3, 4, 256, 128
+    w13, w2 = weights(E, 2 * I, H, format), weights(E, H, I, format)
+    hidden = torch.randn(T, H, device="cuda").bfloat16()
+    share, ids = torch.rand(T, E, device="cuda").topk(A)
+    dtype = w2.values.dtype if isinstance(w2, QuantTensor) else w2.dtype
+    config = config_of(tile, LayerProblem(T, A, E, H, I, dtype))
+    clean = lowgmm.moe_ffn(hidden, w13, w2, ids, share, config=config)
+    spoilt = hidden.clone()
+    spoilt[::7, 5] = float("nan")
+    y = lowgmm.moe_ffn(spoilt, w13, w2, ids, share, config=config)
+    others = torch.arange(T, device="cuda") % 7 != 0
+    assert y[~others].isnan().all()
+    assert torch.equal(y[others], clean[others])
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("T", [3, 300, 3000])
+def test_layers_side_by_side(T: int, graphs: bool) -> None:
+    """Three layers at once on streams of their own, each with as many programs as the chip has SMs, many times."""
+    torch.manual_seed(0)
+    E, A, H, I = 16, 4, 512, 256
+    w13, w2 = weights(E, 2 * I, H, "int8"), weights(E, H, I, "int8")
+    hidden = torch.randn(T, H, device="cuda").bfloat16()
+    routes = [torch.rand(T, E, device="cuda").topk(A) for _ in range(3)]
+    calls = [lambda r=r: lowgmm.moe_ffn(hidden, w13, w2, r.indices, r.values) for r in routes]
+    want = [call() for call in calls]
+    streams, made = [torch.cuda.Stream() for _ in calls], []
+    torch.cuda.synchronize()
+    for call in calls if graphs else ():
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call()
+        made.append((graph, y))
+    for _ in range(30):
+        results = []
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                if graphs:
+                    made[i][0].replay()
+                results.append([made[i][1].clone()] if graphs else [calls[i]() for _ in range(3)])
+        torch.cuda.synchronize()
+        for ys, w in zip(results, want, strict=True):
+            assert all(torch.equal(y, w) for y in ys)
+
+
+def test_no_token_count_compiles_its_own_kernels() -> None:
+    """As many variants as there are tile heights and forms of the sort, and no more, of 40 token counts."""
+    from lowgmm.kernels.arrange import gather_kernel, sort_kernel
+    from lowgmm.kernels.combine import combine_kernel
+    from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+
+    E, A, H, I = 13, 3, 272, 144
+    w13, w2 = weights(E, 2 * I, H, "int8"), weights(E, H, I, "int8")
+    kernels = (hopper_layer_kernel, gather_kernel, sort_kernel, combine_kernel)
+    before = [variants(kernel) for kernel in kernels]
+    for T in (*range(1, 34), 48, 129, 341, 342, 1000, 1365, 1366, 4000):
+        hidden = torch.randn(T, H, device="cuda").bfloat16()
+        share, ids = torch.rand(T, E, device="cuda").topk(A)
+        lowgmm.moe_ffn(hidden, w13, w2, ids, share)
+    made = [variants(kernel) - b for kernel, b in zip(kernels, before, strict=True)]
+    assert all(n <= most for n, most in zip(made, (4, 4, 1, 1), strict=True)), made
+    assert made[0] > 0
+
+
+def variants(kernel: Any) -> int:
+    return len(kernel.device_caches[torch.cuda.current_device()][0])
 
 
 @pytest.mark.parametrize(

@@ -265,7 +265,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no programs": ("queue-16-32x64-32x64-4w2s0p", {}, "is not a layer configuration"),
     "a tile of 24": ("queue-24-32x64-32x64-4w2s3t", {}, "powers of two"),
     "direct for six tokens": (DIRECT[0], {}, "one token"),
-    "warp-specialised": ("queue-16-64x256-128x256-swap-tma-ws-4w4s1p", {}, "warpgroup"),
+    "warp-specialised, 8 warps": ("queue-16-64x256-128x256-swap-tma-ws-8w4s1p", {}, "warp-specialised"),
     "too large": ("queue-128-256x256-256x256-8w4s3t", {}, "bytes of shared memory"),
     "group128 across groups": ("queue-16-32x64-32x256-4w2s3t", {"requantize": "group128"}, "at most 128"),
     "gather for one token": ("direct-16-32x64-32x64-swap-gather-4w2s3t", {}, "one token"),
@@ -305,3 +305,27 @@ def test_something_is_picked_for_every_size(dtype: torch.dtype, gate_up: str, re
             config = plan.pick(problem, H200)
             assert config is not None
             assert plan.supports(problem, config, H200) is None
+
+
+@pytest.mark.parametrize("gate_up", ["concatenated", "none"])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_a_wider_intermediate_takes_more_shared_memory(dtype: torch.dtype, gate_up: str) -> None:
+    """Of a float16 or float32 hidden, h is float32, and so are a warp-specialised tile's results on their way out."""
+    for T in (1, 300, 700, 8192):
+        narrow, wide = (LayerProblem(T, 8, 128, 2048, 768, dtype, "token", gate_up, size) for size in (2, 4))
+        config = plan.pick(wide, H200)
+        assert config is not None
+        assert config.warp_specialize
+        grown = config.shared_memory(1, 4) - config.shared_memory(1, 2)
+        assert grown == 2 * 64 * config.block_m * 2
+        largest = plan.pick(narrow, H200)
+        assert largest is not None
+        assert largest.num_stages >= config.num_stages
+
+
+def test_a_ring_of_one_slot_is_refused() -> None:
+    """Its slot is emptied when the next one is multiplied: it would wait for itself."""
+    problem = LayerProblem(16, 4, 32, 1024, 512, torch.int8)
+    one = plan.LayerConfig.parse("queue-16-64x128-128x128-swap-tma-ws-4w1s1p")
+    assert "2 stages" in str(plan.supports(problem, one, H200))
+    assert plan.supports(problem, plan.LayerConfig.parse(str(one).replace("4w1s", "4w2s")), H200) is None

@@ -35,6 +35,8 @@ class LayerProblem:
     """dtype of both operands in the matrix instruction."""
     requantize: str = "token"
     gate_up: str = "concatenated"
+    between: int = 2
+    """Bytes of an element of h and of the slots' outputs: 4 where ``hidden`` is not bfloat16."""
 
     @property
     def rows_per_expert(self) -> float:
@@ -106,15 +108,17 @@ class LayerConfig:
         tiles, flags = (block_m, up_n, up_k, down_n, down_k), (bool(m[i]) for i in range(7, 13))
         return LayerConfig(m[1], *tiles, *flags, warps, stages, per_sm, total)
 
-    def shared_memory(self, element_size: int) -> int:
-        """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
+    def shared_memory(self, element_size: int, between: int = 2) -> int:
+        """Bytes of shared memory of the hungrier operand pipeline, its activations and weights, with ``between`` bytes
+        for an element of h."""
         if self.warp_specialize:
             ring = (self.block_m + self.down_n) * self.down_k * element_size * self.num_stages
-            passed = 4 * 64 * self.block_m if self.down_n == 128 else 0  # up, on its way to the warpgroup with the gate
-            return ring + 2 * 64 * self.block_m * 2 + passed + 16 * self.block_m + 16 * self.num_stages + 700
+            gated = self.up_n < self.down_n
+            passed = 4 * 64 * self.block_m if gated and self.down_n == 128 else 0  # up, on its way to gate's warpgroup
+            return ring + 2 * 64 * self.block_m * between + passed + 16 * self.block_m + 16 * self.num_stages + 768
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
-        # The down tile's intermediate arrives as 16 bits in the queue, whatever the weights have.
-        down = self.block_m * self.down_k * (2 if self.launch in ("direct", "queue") else element_size)
+        # The down tile's intermediate arrives unquantised in the queue, whatever the weights have.
+        down = self.block_m * self.down_k * (between if self.launch in ("direct", "queue") else element_size)
         down += self.down_n * self.down_k * element_size
         return max(up, down) * self.num_stages + 1024
 
@@ -153,7 +157,7 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
             return f"TMA needs rows that are a multiple of 16 bytes; H={problem.H}, I={problem.I} are not."
         if problem.gate_up == "interleaved" and problem.H % config.up_k and not config.warp_specialize:
             return f"TMA reads interleaved rows only where up_k={config.up_k} divides H={problem.H}."
-    need = config.shared_memory(size)
+    need = config.shared_memory(size, problem.between)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
     return None
@@ -171,6 +175,8 @@ def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> st
         return "warp-specialised tiles come as 'queue-…-swap-tma-ws-…' only."
     if config.num_warps != 4 or config.programs_per_sm != 1:
         return "warp-specialised tiles have 4 warps per warpgroup and one program per SM."
+    if config.num_stages < 2:
+        return "warp-specialised tiles need 2 stages: a slot is emptied once the next one has been multiplied."
     up_n = config.down_n if problem.gate_up == "none" else config.down_n // 2
     if config.down_n not in (128, 256) or config.block_m > 128 or (config.up_n, config.up_k) != (up_n, config.down_k):
         return (
@@ -243,7 +249,8 @@ def own_kernels(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     if not gpu.tma or problem.H * size % 16 or problem.I * size % 16 or interleaved_edge:
         config = replace(config, tma=False)
     # Programs that share an SM share its memory.
-    while config.num_stages > 2 and config.shared_memory(size) * config.programs_per_sm > gpu.shared_memory:
+    share = gpu.shared_memory // config.programs_per_sm
+    while config.num_stages > 2 and config.shared_memory(size, problem.between) > share:
         config = replace(config, num_stages=config.num_stages - 1)
     # Made to fit by giving up first what costs least: pipeline depth, then the tiles.
     for field, least in (("num_stages", 2), ("down_n", 64), ("up_n", 32), ("up_k", 64), ("down_k", 64)):
