@@ -165,7 +165,12 @@ def _layer_config(
     check_interpreter("moe_ffn", hidden.device)
     (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
     (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
-    problem = LayerProblem(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up)
+    values = (w13.operands[0], w2.operands[0])
+    problem = LayerProblem(
+        *(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up),
+        h_size=2 if hidden.dtype == torch.bfloat16 else 4,
+        aligned=all(v.data_ptr() % 16 == 0 or not v.is_contiguous() for v in values),
+    )
     why = "w13 and w2 are of different dtypes." if w13.operands[0].dtype != dtype else None
     if config is None:
         return pick(problem, gpu) if why is None else None

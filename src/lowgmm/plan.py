@@ -35,6 +35,10 @@ class LayerProblem:
     """dtype of both operands in the matrix instruction."""
     requantize: str = "token"
     gate_up: str = "concatenated"
+    h_size: int = 2
+    """Bytes of an element of h and of the slots' outputs: 2, or 4 for a ``hidden`` that is not bfloat16."""
+    aligned: bool = True
+    """Both weights start at a multiple of 16 bytes, as TMA needs."""
 
     @property
     def rows_per_expert(self) -> float:
@@ -103,18 +107,19 @@ class LayerConfig:
             )
         block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 13, 14, 15))
         per_sm, total = (programs, 0) if m[16] == "p" else (1, programs)
-        tiles, flags = (block_m, up_n, up_k, down_n, down_k), (bool(m[i]) for i in range(7, 13))
-        return LayerConfig(m[1], *tiles, *flags, warps, stages, per_sm, total)
+        swap, tma, gather, pre, pdl, ws = (bool(m[i]) for i in range(7, 13))
+        tiles = (block_m, up_n, up_k, down_n, down_k)
+        return LayerConfig(m[1], *tiles, swap, tma, gather, pre, pdl, ws, warps, stages, per_sm, total)
 
-    def shared_memory(self, element_size: int) -> int:
+    def shared_memory(self, element_size: int, h_size: int = 2) -> int:
         """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
         if self.warp_specialize:
             ring = (self.block_m + self.down_n) * self.down_k * element_size * self.num_stages
             passed = 4 * 64 * self.block_m if self.down_n == 128 else 0  # up, on its way to the warpgroup with the gate
-            return ring + 2 * 64 * self.block_m * 2 + passed + 16 * self.block_m + 16 * self.num_stages + 700
+            return ring + 2 * 64 * self.block_m * h_size + passed + 16 * self.block_m + 16 * self.num_stages + 700
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
-        # The down tile's intermediate arrives as 16 bits in the queue, whatever the weights have.
-        down = self.block_m * self.down_k * (2 if self.launch in ("direct", "queue") else element_size)
+        # The down tile's intermediate arrives as it was written in the queue, whatever the weights have.
+        down = self.block_m * self.down_k * (h_size if self.launch in ("direct", "queue") else element_size)
         down += self.down_n * self.down_k * element_size
         return max(up, down) * self.num_stages + 1024
 
@@ -149,11 +154,13 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
     if config.tma:
         if not gpu.tma:
             return f"{gpu.name} has no TMA; use a configuration without it."
+        if not problem.aligned:
+            return "TMA needs weights that start at a multiple of 16 bytes; w13 or w2 is a view that does not."
         if problem.H * size % 16 or problem.I * size % 16:
             return f"TMA needs rows that are a multiple of 16 bytes; H={problem.H}, I={problem.I} are not."
         if problem.gate_up == "interleaved" and problem.H % config.up_k and not config.warp_specialize:
             return f"TMA reads interleaved rows only where up_k={config.up_k} divides H={problem.H}."
-    need = config.shared_memory(size)
+    need = config.shared_memory(size, problem.h_size)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
     return None
@@ -240,10 +247,13 @@ def own_kernels(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
         config = replace(config, down_k=min(config.down_k, GROUP))
     size = problem.dtype.itemsize
     interleaved_edge = problem.gate_up == "interleaved" and problem.H % config.up_k
-    if not gpu.tma or problem.H * size % 16 or problem.I * size % 16 or interleaved_edge:
+    if not (gpu.tma and problem.aligned) or problem.H * size % 16 or problem.I * size % 16 or interleaved_edge:
         config = replace(config, tma=False)
     # Programs that share an SM share its memory.
-    while config.num_stages > 2 and config.shared_memory(size) * config.programs_per_sm > gpu.shared_memory:
+    while (
+        config.num_stages > 2
+        and config.shared_memory(size, problem.h_size) * config.programs_per_sm > gpu.shared_memory
+    ):
         config = replace(config, num_stages=config.num_stages - 1)
     # Made to fit by giving up first what costs least: pipeline depth, then the tiles.
     for field, least in (("num_stages", 2), ("down_n", 64), ("up_n", 32), ("up_k", 64), ("down_k", 64)):
