@@ -115,7 +115,8 @@ class LayerConfig:
         """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
         if self.warp_specialize:
             ring = (self.block_m + self.down_n) * self.down_k * element_size * self.num_stages
-            passed = 4 * 64 * self.block_m if self.down_n == 128 else 0  # up, on its way to the warpgroup with the gate
+            # up, on its way to the warpgroup with the gate; with 64 also the sums of half of the steps
+            passed = {64: 2, 128: 1, 256: 0}[self.down_n] * 4 * 64 * self.block_m
             return ring + 2 * 64 * self.block_m * h_size + passed + 16 * self.block_m + 16 * self.num_stages + 700
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
         # The down tile's intermediate arrives as it was written in the queue, whatever the weights have.
@@ -179,11 +180,15 @@ def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> st
     if config.num_warps != 4 or config.programs_per_sm != 1:
         return "warp-specialised tiles have 4 warps per warpgroup and one program per SM."
     up_n = config.down_n if problem.gate_up == "none" else config.down_n // 2
-    if config.down_n not in (128, 256) or config.block_m > 128 or (config.up_n, config.up_k) != (up_n, config.down_k):
+    wide = config.down_n in (128, 256) and config.block_m <= 128
+    narrow = config.down_n == 64 and config.block_m == 16 and problem.gate_up != "none"
+    if not (wide or narrow) or (config.up_n, config.up_k) != (up_n, config.down_k):
         return (
-            "warp-specialised tiles need block_m up to 128, down_n 128 or 256, up_k = down_k, and up_n of half down_n "
-            "(without a gate, of down_n)."
+            "warp-specialised tiles need block_m up to 128 and down_n 128 or 256 (with a gate also 16 and 64), "
+            "up_k = down_k, and up_n of half down_n (without a gate, of down_n)."
         )
+    if config.down_n == 64 and config.down_k * problem.dtype.itemsize != 128:
+        return "warp-specialised tiles with down_n 64 need up_k and down_k of 128 bytes."
     if config.down_k * problem.dtype.itemsize % 128:
         return "warp-specialised tiles need up_k and down_k of a multiple of 128 bytes."
     return None

@@ -51,7 +51,7 @@ def moe_ffn(
     shared = torch.empty((rows, stride), dtype=between, device=device)
     second = torch.empty((rows, stride), dtype=values2.dtype, device=device)
     y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
-    bm, bk = config.block_m, config.down_k
+    bm, bn, bk = config.block_m, config.down_n, config.down_k
     blocks = rows // bm + num_experts + 1
     scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     out = hidden.new_empty((num_tokens, width))
@@ -85,8 +85,8 @@ def moe_ffn(
         (*written, *parts, weights),
         (
             tiles(x, width, stride, bm),
-            tiles(gate, width, across * width, 64),
-            tiles(up, width, across * width, 64),
+            tiles(gate, width, across * width, min(64, bn // 2)),
+            tiles(up, width, across * width, min(64, bn // 2)),
             tiles(hq, inner, stride, bm),
             tiles(values2.view(-1), inner, inner, 64),
             *written,
