@@ -148,8 +148,18 @@ def compile_warp_specialised(
     layout, constants = _constants(config, spec, dtype, torch.bfloat16, promote, biased, biased)
     names = hopper_layer_kernel.arg_names
     constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
-    x, w = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in (config.block_m, 64))
-    types = {"x": x, "hq_tiles": x, "w_gate": w, "w_up": w, "w2": w, "y": "*bf16", "h": "*bf16", "hq": f"*{element}"}
+    boxes = (config.block_m, min(64, config.down_n // 2), 64)
+    x, w13, w2 = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in boxes)
+    types = {
+        "x": x,
+        "hq_tiles": x,
+        "w_gate": w13,
+        "w_up": w13,
+        "w2": w2,
+        "y": "*bf16",
+        "h": "*bf16",
+        "hq": f"*{element}",
+    }
     types |= dict.fromkeys(("scales_x", "scales_h", "w13_scales", "w2_scales", "topk_weights"), "*fp32")
     types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready"), "*i32")
     types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("slope", "bound"), "fp32")

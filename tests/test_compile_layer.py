@@ -45,6 +45,8 @@ def requests() -> list[dict[str, Any]]:
     for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
         for T in (1, 512, 1000, 8192):
             made.append(request("sm90", hopper, "qwen3", dtype, T, pick, all=T in (1, 8192)))
+        narrow = f"queue-16-32x{128 // dtype.itemsize}-64x{128 // dtype.itemsize}-swap-tma-ws-4w16s1p"
+        made.append({**made[-1], "T": 1, "config": narrow, "all": False})
     made.append(
         request("sm90", hopper, "seed", torch.int8, 64, pick, options={**GPT_OSS, "weight_on_input": True}, biased=True)
     )

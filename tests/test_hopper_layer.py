@@ -15,7 +15,7 @@ from lowgmm.testing import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
-TILES = ("16x128x256", "32x256x128", "64x128x256", "64x256x128", "128x128x128", "128x256x128")
+TILES = ("16x64x128", "16x128x256", "32x256x128", "64x128x256", "64x256x128", "128x128x128", "128x256x128")
 SHAPES = {  # T, A, E, H, I
     "one token": (1, 2, 8, 256, 128),
     "few": (5, 3, 8, 512, 192),
@@ -88,7 +88,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("format", ["int8", None])
-@pytest.mark.parametrize("tile", ["16x128x256", "64x256x128"])
+@pytest.mark.parametrize("tile", ["16x64x128", "16x128x256", "64x256x128"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, tile: str, format: str | None) -> None:
     options = OPTIONS[name]

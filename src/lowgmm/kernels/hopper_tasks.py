@@ -81,15 +81,14 @@ def channels(
         # Gate and up of the same columns of h are neighbours in a tile: a warpgroup's two blocks, or one of each, or
         # halves of the only one.
         of_h = column * (BN // 2) + (HALF * 64 if BN == 256 else 0) + lane % min(64, BN // 2)
+        second = lane * 0 + (BLOCK if BN == 256 else HALF)
         if BN == 64:
-            SECOND = lane // 32
-        else:
-            SECOND: gl.constexpr = BLOCK if BN == 256 else HALF
+            second = lane // 32
         inside = of_h < I
         if LAYOUT == "interleaved":
-            at = wide * (2 * I) + (2 * of_h + SECOND)
+            at = wide * (2 * I) + (2 * of_h + second)
         else:
-            at = wide * (2 * I) + (of_h + SECOND * I)
+            at = wide * (2 * I) + (of_h + second * I)
     return at, inside
 
 
