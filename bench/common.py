@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -160,6 +161,10 @@ def read_lines(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     except (OSError, ValueError, AssertionError, TypeError) as error:
         raise SystemExit(f"{path}: not a result file of these benchmarks ({error or 'no environment'})") from error
     return head, lines
+
+
+def geomean(values: Sequence[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def median_us(t: timing.Timing) -> dict[str, Any]:

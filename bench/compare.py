@@ -3,9 +3,9 @@
     python bench/compare.py before.jsonl after.jsonl                 # more than 5 % slower in any case: exit 1
     python bench/compare.py before.jsonl after.jsonl --tolerance 2
 
-Works on any result file whose lines have a time `us`: of bench/gmm.py, launch_modes.py, overhead.py, sweep.py. Lines
-are matched by everything that names what was run (case, format, launch …). Refused with exit 2: files of different
-GPUs, or of different cases (--common compares what both have).
+Works on any result file whose lines have a time `us`: of bench/gmm.py, layer.py, launch_modes.py, overhead.py and
+sweep.py. Lines are matched by everything that names what was run (case, format, launch …). Refused with exit 2: files
+of different GPUs, or of different cases (--common compares what both have).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from common import read_lines
 
-NAMES = ("case", "format", "rival", "launch", "measure", "fast_accum", "config")
+NAMES = ("case", "model", "routing", "T", "format", "rival", "launch", "measure", "fast_accum", "config")
 """What names a line. `config` only where one case was timed in several: what is picked may change between versions."""
 
 

@@ -89,7 +89,7 @@ def main() -> None:
         for rows in TOKENS:
             x = torch.randn(experts * rows, size, generator=g)
             before = timing.read_bandwidth(device)
-            t = {r.name: r for r in timing.interleave(rivals(x, w, rows), device, rounds=15, seconds=20)}
+            t = {r.name: r for r in timing.interleave(rivals(x, w, rows), device, rounds=15, seconds=10)}
             read = statistics.mean([before, timing.read_bandwidth(device)])
             each = {name: r.median_s / experts * 1e6 for name, r in t.items()}
             rate = size * size / each["int8 gmm"] * 1e6

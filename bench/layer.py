@@ -84,6 +84,7 @@ MANY = [
 WARPS = [
     f"queue-{bm}-{down // 2}x{k}-{down}x{k}-swap-tma-ws-4w{stages}s1p"
     for bm, down, k, stages in (
+        (16, 64, 128, 16),
         (16, 128, 256, 5),
         (16, 128, 256, 6),
         (16, 128, 512, 3),

@@ -15,6 +15,7 @@ COLOURS = {
     "oneDNN u8": "#7b8794",
     "int8": "#1f6feb",
     "int4": "#0a9d6e",
+    "int4_g32": "#8fdcbf",
     "int4_g128": "#55c79f",
 }
 GGML = ("#e8a33d", "#d9822b", "#c4681a", "#a8500f")
@@ -54,7 +55,8 @@ def draw(lines: list[dict]) -> str:
 
 def main() -> None:
     source, target = map(Path, sys.argv[1:])
-    target.write_text(draw([json.loads(text) for text in source.read_text().splitlines()]))
+    lines = [json.loads(text) for text in source.read_text().splitlines()]
+    target.write_text(draw(sorted(lines, key=lambda line: (line["shape"], line["T"]))))
 
 
 if __name__ == "__main__":

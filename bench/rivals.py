@@ -1,6 +1,7 @@
-"""Our grouped matmul beside other libraries', in one run: the harness's results as data, and docs/rivals.md from them.
+"""Ours beside other libraries', in one run: the harness's results as data, and docs/rivals.md from them.
 
     python bench/rivals.py peers.json --environment sweep.jsonl --output bench/results/rivals_h200.jsonl
+    python bench/rivals.py peers.json --kind layer --environment sweep.jsonl --output …/rivals_layer_h200.jsonl
     python bench/rivals.py --render bench/results
 
 The harness itself is outside this repository (bench/peers_adapter.py tells it how to call us). It checks every output
@@ -13,19 +14,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from common import read_lines, rendered, write_lines
+import rivals_layer
+from common import geomean, read_lines, rendered, write_lines
+from rivals_layer import OURS
 
 from lowgmm.workloads import GMM_CASES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "rivals.md"
 FILES = {"rivals_h200.jsonl": True, "rivals_8bit_h200.jsonl": False}
-"""Result files in the document, and whether bf16 rivals were among them."""
-OURS = "lowgmm"
+"""Grouped matmuls in the document, and whether bf16 rivals were among them."""
+LAYERS = "rivals_layer_h200.jsonl"
+"""Expert layers in the document (bench/rivals_layer.py)."""
 EIGHT_BIT = ("int8", "fp8", "fp8blk", "dg")
 """What the harness calls operands of 8 bits: per channel, in blocks of 128, and DeepGEMM's."""
 NAMES = dict(
@@ -44,13 +47,22 @@ NAMES = dict(
 VERSIONS = ("torch", "triton", "cuda", "vllm", "deep_gemm", "date")
 
 
-def convert(data: dict[str, Any], environment: dict[str, Any]) -> list[dict[str, Any]]:
-    """The harness's grouped matmuls, a line per rival and case; raw accumulators without scales are no rival."""
-    found = [r for r in data["results"] if r["kind"] == "gemm" and "raw" not in r["peer"]]
+def convert(data: dict[str, Any], environment: dict[str, Any], kind: str = "gemm") -> list[dict[str, Any]]:
+    """A result file of ours from the harness's: the head, and a line per case and rival."""
+    found = [r for r in data["results"] if r["kind"] == kind]
+    if not found:
+        raise SystemExit(f"no results of kind {kind}")
+    lines = {"gemm": convert_gmm, "layer": rivals_layer.convert}[kind](found)
+    versions = {name: data["meta"][name] for name in VERSIONS if name in data["meta"]}
+    return [{"environment": environment, "rivals": versions, "failures": data["errors"]}, *lines]
+
+
+def convert_gmm(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Grouped matmuls; raw accumulators without scales are no rival."""
+    found = [r for r in results if "raw" not in r["peer"]]
     if unknown := {r["case"] for r in found} - set(NAMES):
         raise SystemExit(f"not one of our cases: {', '.join(sorted(unknown))}")
-    versions = {name: data["meta"][name] for name in VERSIONS if name in data["meta"]}
-    lines: list[dict[str, Any]] = [{"environment": environment, "rivals": versions, "failures": data["errors"]}]
+    lines = []
     for r in found:
         case = GMM_CASES[NAMES[r["case"]]]
         assert (r["E"], r["M"], r["N"], r["K"]) == (case.E, case.M, case.N, case.K), f"{r['case']} is not {case.name}"
@@ -60,8 +72,13 @@ def convert(data: dict[str, Any], environment: dict[str, Any]) -> list[dict[str,
     return lines
 
 
-def geomean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
+def provenance(name: str, head: dict[str, Any]) -> str:
+    env, versions = head["environment"], head["rivals"]
+    return (
+        f"{env['device_name']}, torch {versions['torch']}, Triton {versions['triton']}, vLLM {versions['vllm']}, "
+        f"DeepGEMM {versions['deep_gemm']}, commit {env['commit'][:12]}, "
+        f"`bench/results/{name}`. "
+    )
 
 
 COLUMNS = ((("int8", "fp8"), EIGHT_BIT), (("bf16",), ("bf16",)))
@@ -70,11 +87,8 @@ COLUMNS = ((("int8", "fp8"), EIGHT_BIT), (("bf16",), ("bf16",)))
 
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]], with_bf16: bool) -> str:
     """A run's table, and its means."""
-    env, versions = head["environment"], head["rivals"]
     out = [
-        f"{env['device_name']}, torch {versions['torch']}, Triton {versions['triton']}, vLLM {versions['vllm']}, "
-        f"DeepGEMM {versions['deep_gemm']}, commit {env['commit'][:12]}, "
-        f"`bench/results/{name}`. µs sustained; × is the rival's time by ours, sustained / burst.",
+        f"{provenance(name, head)}µs sustained; × is the rival's time by ours, sustained / burst.",
         "",
         "| case | fastest 8-bit rival | INT8 | FP8 |" + (" fastest bf16 rival | bf16 |" if with_bf16 else ""),
         "|---|---|---|---|" + ("---|---|" if with_bf16 else ""),
@@ -108,6 +122,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", type=Path, nargs="?", help="JSON that the harness wrote")
     parser.add_argument("--environment", type=Path, metavar="FILE", help="a JSONL file of ours from the same machine")
+    parser.add_argument("--kind", choices=("gemm", "layer"), default="gemm", help="which of its results")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSONL file to write")
     parser.add_argument("--render", type=Path, metavar="FOLDER", help=f"write {DOCUMENT.name} from the files there")
     args = parser.parse_args()
@@ -115,7 +130,7 @@ def main() -> None:
         if not (args.results and args.environment and args.output):
             parser.error("give RESULTS, --environment and --output, or --render")
         data = json.loads(args.results.read_text(encoding="utf-8"))
-        write_lines(args.output, convert(data, read_lines(args.environment)[0]["environment"]))
+        write_lines(args.output, convert(data, read_lines(args.environment)[0]["environment"], args.kind))
         return
     DOCUMENT.write_text(document(args.render), encoding="utf-8")
     print(f"wrote {DOCUMENT}")
@@ -127,7 +142,9 @@ def document(folder: Path) -> str:
     for name, with_bf16 in FILES.items():
         part = render(name, *read_lines(folder / name), with_bf16)
         text = rendered(text, part, f"rivals.py from {name}")
-    return text
+    head, lines = read_lines(folder / LAYERS)
+    part = f"{provenance(LAYERS, head)}µs; × is the rival's time by ours.\n\n{rivals_layer.render(lines)}"
+    return rendered(text, part, f"rivals.py from {LAYERS}")
 
 
 if __name__ == "__main__":

@@ -145,13 +145,22 @@ def compile_warp_specialised(
     """Both products, and the launch before them; combine is every layer's."""
     fmt, element = format_of(dtype), ELEMENT[dtype]
     promote = promote_every(dtype, gpu_of(target)) > 0
-    between = torch.float32 if request.get("between") == 4 else torch.bfloat16
+    between = torch.float32 if request.get("h_size") == 4 else torch.bfloat16
     layout, constants = _constants(config, spec, dtype, between, promote, biased, biased)
     names = hopper_layer_kernel.arg_names
     constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
-    x, w = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in (config.block_m, 64))
-    types = {"x": x, "hq_tiles": x, "w_gate": w, "w_up": w, "w2": w, "hq": f"*{element}"}
-    types |= dict.fromkeys(("y", "h"), f"*{ELEMENT[between]}")
+    boxes = (config.block_m, min(64, config.down_n // 2), 64)
+    x, w13, w2 = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in boxes)
+    types = {
+        "x": x,
+        "hq_tiles": x,
+        "w_gate": w13,
+        "w_up": w13,
+        "w2": w2,
+        "y": f"*{ELEMENT[between]}",
+        "h": f"*{ELEMENT[between]}",
+        "hq": f"*{element}",
+    }
     types |= dict.fromkeys(("scales_x", "scales_h", "w13_scales", "w2_scales", "topk_weights"), "*fp32")
     types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready"), "*i32")
     types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("slope", "bound"), "fp32")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -17,6 +18,7 @@ import launch_modes
 import plot
 import pytest
 import rivals
+import rivals_layer
 import torch
 
 from lowgmm import timing
@@ -89,6 +91,8 @@ def test_shipped_results_compare_with_themselves():
         "sweep_h200",
         "rivals_h200",
         "rivals_8bit_h200",
+        "rivals_layer_h200",
+        "layer_h200",
         "launch_modes_h200",
         "overhead_h200",
         "accumulation_h200",
@@ -112,6 +116,96 @@ def test_the_document_of_rivals_says_what_the_files_say():
 def test_results_of_other_cases_are_refused():
     with pytest.raises(SystemExit, match="not one of our cases: S9"):
         rivals.convert({"results": [{"kind": "gemm", "peer": "x", "case": "S9"}]}, {})
+
+
+# expert layers beside other libraries'
+
+RESULT = {"kind": "layer", "model": "olmoe", "E": 64, "topk": 8, "H": 2048, "I": 1024, "routing": "uniform", "T": 8}
+RESULT |= {
+    "active": 40.0,
+    "peer": "vllm triton int8",
+    "dt": "int8",
+    "us": 80.0,
+    "tflops": 10.0,
+    "err": 0.02,
+    "ok": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"model": "llama"}, "model is 'llama', not one of mixtral"),
+        ({"routing": "hot"}, "routing is 'hot', not one of uniform, zipf"),
+        ({"dt": "fp4"}, "dt is 'fp4', not one of int8"),
+        ({"ok": False}, "ok is False"),
+        ({"I": 768}, "olmoe has other sizes"),
+        ({}, "twice"),
+    ],
+    ids=str,
+)
+def test_layers_that_are_unknown_unchecked_or_twice_are_refused(wrong: dict[str, Any], said: str):
+    with pytest.raises(SystemExit, match=said):
+        rivals_layer.convert([RESULT, RESULT | wrong])
+
+
+def test_a_harness_without_results_of_the_kind_is_refused():
+    with pytest.raises(SystemExit, match="no results of kind gemm"):
+        rivals.convert({"results": [RESULT]}, {})
+
+
+def layer_lines(**us: float) -> list[dict[str, Any]]:
+    """A point at the floor (40 experts of 3 · 2048 · 1024 bytes) in all of ours, but for the times given."""
+    floor = (40 * 3 * 2048 * 1024 + 4 * 8 * 2048) / 4.6e6
+    ours = [{"peer": f"ours lowgmm_{f}", "dt": f, "us": us.get(f, floor)} for f in ("int8", "fp8", "bf16")]
+    rivals_us = {"vllm triton int8": 3, "vllm triton w8a16": 2, "vllm cutlass fp8": 1.5, "vllm triton bf16": 1.25}
+    theirs = [
+        {"peer": name, "dt": "int8" if "8a16" in name else name.split()[-1], "us": floor * times, "err": 0.04}
+        for name, times in rivals_us.items()
+    ]
+    fewer_bits = {"peer": "vllm marlin w4a16", "dt": "int4", "us": floor / 2}
+    return rivals_layer.convert([RESULT | r for r in (*ours, *theirs, fewer_bits)])
+
+
+def test_a_layer_is_held_against_the_fastest_rival_of_its_bits_and_the_floor():
+    (point,) = rivals_layer.points_of(layer_lines())
+    assert {f: point.fastest(f)["rival"] for f in ("int8", "fp8", "bf16")} == {
+        "int8": "vllm cutlass fp8",
+        "fp8": "vllm cutlass fp8",
+        "bf16": "vllm triton bf16",
+    }
+    assert point.ratio("int8") == pytest.approx(1.5, rel=1e-5)
+    assert point.ratio("bf16") == pytest.approx(1.25, rel=1e-5)
+    assert point.of_floor("fp8") == pytest.approx(1.0, rel=1e-5)
+    assert rivals_layer.slower([point]).endswith("none.")
+    assert "vllm marlin w4a16 | 1 | 0.500× / 0.500× / 1" in rivals_layer.rival_by_rival([point])
+    assert "| int8 | 0.500× (vllm triton int8, olmoe-1b-7b uniform T=8)" in rivals_layer.errors([point])
+
+
+def test_a_layer_whose_many_rows_multiply_longer_than_they_read_has_the_floor_of_operations():
+    lines = [{**ln, "T": 8192, "us": 6 * 8192 * 8 * 2048 * 1024 / 1.393e9} for ln in layer_lines()]
+    assert rivals_layer.points_of(lines)[0].of_floor("int8") == pytest.approx(1.0)
+
+
+def test_targets_are_said_to_be_reached_only_where_they_are():
+    _, lines = common.read_lines(BENCH / "results" / rivals.LAYERS)
+    for factor, reached in ((1e-3, 9), (1e3, 0)):
+        times = [{**ln, "us": ln["us"] * (factor if ln["rival"].startswith(rivals.OURS) else 1)} for ln in lines]
+        found = list(rivals_layer.aims(rivals_layer.points_of(times), "int8"))
+        assert (len(found), sum(ok for _, ok in found)) == (9, reached)
+
+
+def test_a_slower_or_less_accurate_layer_changes_the_document():
+    _, lines = common.read_lines(BENCH / "results" / rivals.LAYERS)
+    decode = next(i for i, ln in enumerate(lines) if ln["rival"] == "lowgmm_int8" and ln["T"] == 8)
+    for key in ("us", "relative_error", "active_experts"):
+        changed = [{**ln, key: ln[key] * 2} if i == decode else ln for i, ln in enumerate(lines)]
+        assert rivals_layer.render(changed) != rivals_layer.render(lines), key
+
+
+def test_shipped_results_name_no_folder_of_a_machine():
+    for path in (BENCH / "results").glob("rivals*.jsonl"):
+        assert not re.search(r'"(?:[^"]* )?/(?:work|tmp|root|home)\b', path.read_text(encoding="utf-8")), path.name
 
 
 LINE = {"us": 50.0, "floor_us": 40.0, "tb_per_s": 4.0, "tflops": 700.0, "intensity": 180.0}

@@ -27,7 +27,7 @@ def request(
     E, A, H, I = LAYERS[name]
     options = more.get("options", {})
     how = options.get("requantize", "token"), options.get("gate_up", "concatenated")
-    config = choose(LayerProblem(T, A, E, H, I, dtype, *how, more.get("between", 2)), gpu)
+    config = choose(LayerProblem(T, A, E, H, I, dtype, *how, more.get("h_size", 2)), gpu)
     assert config is not None
     kind = str(dtype).removeprefix("torch.")
     return {"E": E, "A": A, "H": H, "I": I, "T": T, "dtype": kind, "config": str(config), "target": target, **more}
@@ -45,11 +45,13 @@ def requests() -> list[dict[str, Any]]:
     for dtype in (torch.int8, torch.float8_e4m3fn, torch.bfloat16):
         for T in (1, 512, 1000, 8192):
             made.append(request("sm90", hopper, "qwen3", dtype, T, pick, all=T in (1, 8192)))
+        narrow = f"queue-16-32x{128 // dtype.itemsize}-64x{128 // dtype.itemsize}-swap-tma-ws-4w16s1p"
+        made.append({**made[-1], "T": 1, "config": narrow, "all": False})
     made.append(
         request("sm90", hopper, "seed", torch.int8, 64, pick, options={**GPT_OSS, "weight_on_input": True}, biased=True)
     )
     for T in (1, 512, 1000, 8192):
-        made.append(request("sm90", hopper, "qwen3", torch.int8, T, pick, between=4))
+        made.append(request("sm90", hopper, "qwen3", torch.int8, T, pick, h_size=4))
     for T in (1, 8, 8192):
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options=GPT_OSS, biased=True))
         made.append(request("sm90", hopper, "qwen3", torch.int8, T, options={"requantize": "group128"}))
@@ -62,7 +64,7 @@ REQUESTS = requests()
 
 def name_of(index: int) -> str:
     r = REQUESTS[index]
-    return "-".join(str(r.get(name, "")) for name in ("target", "dtype", "T", "config", "options", "between"))
+    return "-".join(str(r.get(name, "")) for name in ("target", "dtype", "T", "config", "options", "h_size"))
 
 
 @pytest.fixture(scope="module")

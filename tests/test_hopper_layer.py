@@ -17,7 +17,7 @@ from lowgmm.testing import assert_within_budget
 
 pytestmark = pytest.mark.gpu
 
-TILES = ("16x128x256", "32x256x128", "64x128x256", "64x256x128", "128x128x128", "128x256x128")
+TILES = ("16x64x128", "16x128x256", "32x256x128", "64x128x256", "64x256x128", "128x128x128", "128x256x128")
 SHAPES = {  # T, A, E, H, I
     "one token": (1, 2, 8, 256, 128),
     "few": (5, 3, 8, 512, 192),
@@ -27,8 +27,8 @@ SHAPES = {  # T, A, E, H, I
     "hundreds of experts": (200, 4, 300, 128, 128),
     "many": (3000, 4, 16, 1024, 512),
 }
-OWN = "split-64-64x64-64x64-swap-4w3s2p"
-"""The layer's portable kernels, which the interpreter has checked."""
+OWN = "split-64-64x128-64x128-swap-4w3s2p"
+"""The layer's portable kernels, which the interpreter has checked; FP8 sums are promoted as often."""
 
 
 def weights(e: int, n: int, k: int, format: str | None) -> Any:
@@ -90,7 +90,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("format", ["int8", None])
-@pytest.mark.parametrize("tile", ["16x128x256", "64x256x128"])
+@pytest.mark.parametrize("tile", ["16x64x128", "16x128x256", "64x256x128"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options(name: str, tile: str, format: str | None) -> None:
     options = OPTIONS[name]
@@ -109,7 +109,7 @@ def test_other_dtypes_of_hidden(format: str, T: int, dtype: torch.dtype) -> None
     w13, w2 = weights(8, 2 * 320, 512, format), weights(8, 512, 320, format)
     hidden = torch.randn(T, 512, device="cuda", dtype=dtype)
     share, ids = torch.rand(T, 8, device="cuda").topk(2)
-    picked = pick(LayerProblem(T, 2, 8, 512, 320, w2.values.dtype, between=4), describe(torch.device("cuda")))
+    picked = pick(LayerProblem(T, 2, 8, 512, 320, w2.values.dtype, h_size=4), describe(torch.device("cuda")))
     assert picked is not None
     assert picked.warp_specialize
     y, own = (lowgmm.moe_ffn(hidden, w13, w2, ids, share, config=config) for config in (None, OWN))
@@ -239,7 +239,7 @@ def test_no_token_count_compiles_its_own_kernels() -> None:
         share, ids = torch.rand(T, E, device="cuda").topk(A)
         lowgmm.moe_ffn(hidden, w13, w2, ids, share)
     made = [variants(kernel) - b for kernel, b in zip(kernels, before, strict=True)]
-    assert all(n <= most for n, most in zip(made, (4, 4, 1, 1), strict=True)), made
+    assert all(n <= most for n, most in zip(made, (5, 4, 1, 1), strict=True)), made
     assert made[0] > 0
 
 

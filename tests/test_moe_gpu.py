@@ -16,6 +16,7 @@ from torch import Tensor
 import lowgmm
 from lowgmm.formats import FORMATS, QuantTensor
 from lowgmm.gpu import describe
+from lowgmm.kernels.arrange import FEW
 from lowgmm.plan import LayerProblem, pick
 from lowgmm.testing import assert_within_budget
 
@@ -47,26 +48,35 @@ class Case:
         assert_within_budget(y, exact.double(), self.composed(ids), "moe_ffn")
 
     def composed(self, ids: Tensor | None) -> Tensor:
-        """An independent low-precision computation: torch, expert by expert, on dequantised operands."""
+        """An independent low-precision computation: torch, expert by expert."""
         given = self.ids if ids is None else ids
         out = torch.zeros(self.hidden.shape, device="cuda")
-        dense = [lowgmm.dequantize(w) if isinstance(w, QuantTensor) else w.float() for w in (self.w13, self.w2)]
-        quantised = [w.format if isinstance(w, QuantTensor) else None for w in (self.w13, self.w2)]
         for e in range(E):
             token, slot = (given == e).nonzero(as_tuple=True)
-            gate, up = (_rounded(self.hidden[token].float(), quantised[0]) @ dense[0][e].T).chunk(2, 1)
+            gate, up = _product(self.hidden[token].float(), self.w13, e).chunk(2, 1)
             h = (torch.nn.functional.silu(gate) * up).bfloat16().float()
-            y = (_rounded(h, quantised[1]) @ dense[1][e].T).bfloat16().float()
+            y = _product(h, self.w2, e).bfloat16().float()
             out.index_add_(0, token, y * self.weights[token, slot].unsqueeze(1))
         return out.bfloat16()
 
 
-def _rounded(x: Tensor, fmt: Any) -> Tensor:
-    if fmt is None:
-        return x
-    scale = x.abs().amax(1, keepdim=True) / fmt.qmax
+def _product(x: Tensor, w: Any, e: int) -> Tensor:
+    """``x [n, K] @ w[e] [N, K].T`` in float32, x quantised as w is. For FP8 by torch's own FP8 matmul: Hopper's sums of
+    it have 14 bits, which moves an h to the next FP8 code now and then, and a float32 product would not show that."""
+    if not isinstance(w, QuantTensor):
+        return x @ w[e].float().T
+    scale = x.abs().amax(1, keepdim=True) / w.format.qmax
     q = torch.where(scale > 0, x / scale, 0)
-    return (q.round() if fmt.exact else q.to(fmt.dtype).float()) * scale
+    if w.format.exact:
+        product = q.round() @ w.values[e].float().T
+    else:
+        rows = torch.nn.functional.pad(q, (0, 0, 0, -len(q) % 16)).to(w.values.dtype)  # it wants multiples of 16
+        one = torch.ones((), device="cuda")
+        kept = {"scale_a": one, "scale_b": one, "out_dtype": torch.float32, "use_fast_accum": False}
+        product = (
+            torch._scaled_mm(rows, w.values[e].T, **kept)[: len(q)] if len(q) else x.new_zeros(0, w.values.shape[1])
+        )
+    return product * scale * w.scales[e].view(1, -1)
 
 
 @contextmanager
@@ -103,6 +113,7 @@ def test_a_hundred_runs_give_the_same_bits(format: str, T: int) -> None:
     [
         "queue-16-64x128-64x256-swap-tma-pre",
         "queue-16-64x128-128x128-swap-tma-ws",
+        "queue-16-32x128-64x128-swap-tma-ws",
         "direct-16-32x256-32x256-swap-tma-pre",
     ],
 )
@@ -165,6 +176,8 @@ def test_launches(T: int, top_k: int) -> None:
     config = pick(LayerProblem(T, top_k, E, H, I, torch.int8), describe(torch.device("cuda")))
     assert config is not None
     allowed = {"direct": 1, "queue": 3, "split": 4}[config.launch]
+    if config.warp_specialize and T * top_k > FEW[-1]:
+        allowed = 4  # many slots are sorted in a launch of their own
     assert 0 < len(launched) <= allowed, launched
 
 

@@ -12,8 +12,7 @@ from torch._subclasses import FakeTensor
 from lowgmm import ops
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops import MAX_ACCEPTED, TAGS, Signature, check_interpreter, library, on_device, register
-from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem, own_kernels, pick, supports
-from lowgmm.relaunch import ALIGNED
+from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem, pick, supports
 from lowgmm.routing import Router, check_router, check_routing, route, select_experts
 from lowgmm.shapes import UnsupportedError
 from lowgmm.validate import check_impl, check_moe
@@ -166,17 +165,17 @@ def _layer_config(
     check_interpreter("moe_ffn", hidden.device)
     (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
     (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
-    between = 2 if hidden.dtype == torch.bfloat16 else 4
-    problem = LayerProblem(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up, between)
-    # What the portable kernels read through pointers instead; a copy of all weights at every call would be worse.
-    misaligned = any(w.operands[0].data_ptr() % ALIGNED for w in (w13, w2))
+    values = (w13.operands[0], w2.operands[0])
+    problem = LayerProblem(
+        *(num_tokens, top_k, num_experts, width, inner, dtype, spec.requantize, spec.gate_up),
+        h_size=2 if hidden.dtype == torch.bfloat16 else 4,
+        aligned=all(v.data_ptr() % 16 == 0 or not v.is_contiguous() for v in values),
+    )
     why = "w13 and w2 are of different dtypes." if w13.operands[0].dtype != dtype else None
     if config is None:
-        return (own_kernels if misaligned else pick)(problem, gpu) if why is None else None
+        return pick(problem, gpu) if why is None else None
     forced = LayerConfig.parse(config)
     why = why or supports(problem, forced, gpu)
-    if forced.warp_specialize and misaligned:
-        why = why or f"TMA needs weights that start at a multiple of {ALIGNED} bytes; make copies of these."
     if why is not None:
         raise UnsupportedError(f"moe_ffn: config {config} cannot run here: {why}")
     return forced

@@ -35,8 +35,10 @@ class LayerProblem:
     """dtype of both operands in the matrix instruction."""
     requantize: str = "token"
     gate_up: str = "concatenated"
-    between: int = 2
-    """Bytes of an element of h and of the slots' outputs: 4 where ``hidden`` is not bfloat16."""
+    h_size: int = 2
+    """Bytes of an element of h and of the slots' outputs: 2, or 4 for a ``hidden`` that is not bfloat16."""
+    aligned: bool = True
+    """Both weights start at a multiple of 16 bytes, as TMA needs."""
 
     @property
     def rows_per_expert(self) -> float:
@@ -105,20 +107,20 @@ class LayerConfig:
             )
         block_m, up_n, up_k, down_n, down_k, warps, stages, programs = (int(m[i]) for i in (2, 3, 4, 5, 6, 13, 14, 15))
         per_sm, total = (programs, 0) if m[16] == "p" else (1, programs)
-        tiles, flags = (block_m, up_n, up_k, down_n, down_k), (bool(m[i]) for i in range(7, 13))
-        return LayerConfig(m[1], *tiles, *flags, warps, stages, per_sm, total)
+        swap, tma, gather, pre, pdl, ws = (bool(m[i]) for i in range(7, 13))
+        tiles = (block_m, up_n, up_k, down_n, down_k)
+        return LayerConfig(m[1], *tiles, swap, tma, gather, pre, pdl, ws, warps, stages, per_sm, total)
 
-    def shared_memory(self, element_size: int, between: int = 2) -> int:
-        """Bytes of shared memory of the hungrier operand pipeline, its activations and weights, with ``between`` bytes
-        for an element of h."""
+    def shared_memory(self, element_size: int, h_size: int = 2) -> int:
+        """Bytes of shared memory of the hungrier operand pipeline, its activations and weights."""
         if self.warp_specialize:
             ring = (self.block_m + self.down_n) * self.down_k * element_size * self.num_stages
-            gated = self.up_n < self.down_n
-            passed = 4 * 64 * self.block_m if gated and self.down_n == 128 else 0  # up, on its way to gate's warpgroup
-            return ring + 2 * 64 * self.block_m * between + passed + 16 * self.block_m + 16 * self.num_stages + 768
+            # up, on its way to the warpgroup with the gate; with 64 also the sums of half of the steps
+            passed = {64: 2, 128: 1, 256: 0}[self.down_n] * 4 * 64 * self.block_m
+            return ring + 2 * 64 * self.block_m * h_size + passed + 16 * self.block_m + 16 * self.num_stages + 768
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
-        # The down tile's intermediate arrives unquantised in the queue, whatever the weights have.
-        down = self.block_m * self.down_k * (between if self.launch in ("direct", "queue") else element_size)
+        # The down tile's intermediate arrives as it was written in the queue, whatever the weights have.
+        down = self.block_m * self.down_k * (h_size if self.launch in ("direct", "queue") else element_size)
         down += self.down_n * self.down_k * element_size
         return max(up, down) * self.num_stages + 1024
 
@@ -153,11 +155,13 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
     if config.tma:
         if not gpu.tma:
             return f"{gpu.name} has no TMA; use a configuration without it."
+        if not problem.aligned:
+            return "TMA needs weights that start at a multiple of 16 bytes; w13 or w2 is a view that does not."
         if problem.H * size % 16 or problem.I * size % 16:
             return f"TMA needs rows that are a multiple of 16 bytes; H={problem.H}, I={problem.I} are not."
         if problem.gate_up == "interleaved" and problem.H % config.up_k and not config.warp_specialize:
             return f"TMA reads interleaved rows only where up_k={config.up_k} divides H={problem.H}."
-    need = config.shared_memory(size, problem.between)
+    need = config.shared_memory(size, problem.h_size)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
     return None
@@ -178,11 +182,15 @@ def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> st
     if config.num_stages < 2:
         return "warp-specialised tiles need 2 stages: a slot is emptied once the next one has been multiplied."
     up_n = config.down_n if problem.gate_up == "none" else config.down_n // 2
-    if config.down_n not in (128, 256) or config.block_m > 128 or (config.up_n, config.up_k) != (up_n, config.down_k):
+    wide = config.down_n in (128, 256) and config.block_m <= 128
+    narrow = config.down_n == 64 and config.block_m == 16 and problem.gate_up != "none"
+    if not (wide or narrow) or (config.up_n, config.up_k) != (up_n, config.down_k):
         return (
-            "warp-specialised tiles need block_m up to 128, down_n 128 or 256, up_k = down_k, and up_n of half down_n "
-            "(without a gate, of down_n)."
+            "warp-specialised tiles need block_m up to 128 and down_n 128 or 256 (with a gate also 16 and 64), "
+            "up_k = down_k, and up_n of half down_n (without a gate, of down_n)."
         )
+    if config.down_n == 64 and config.down_k * problem.dtype.itemsize != 128:
+        return "warp-specialised tiles with down_n 64 need up_k and down_k of 128 bytes."
     if config.down_k * problem.dtype.itemsize % 128:
         return "warp-specialised tiles need up_k and down_k of a multiple of 128 bytes."
     return None
@@ -246,11 +254,13 @@ def own_kernels(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
         config = replace(config, down_k=min(config.down_k, GROUP))
     size = problem.dtype.itemsize
     interleaved_edge = problem.gate_up == "interleaved" and problem.H % config.up_k
-    if not gpu.tma or problem.H * size % 16 or problem.I * size % 16 or interleaved_edge:
+    if not (gpu.tma and problem.aligned) or problem.H * size % 16 or problem.I * size % 16 or interleaved_edge:
         config = replace(config, tma=False)
     # Programs that share an SM share its memory.
-    share = gpu.shared_memory // config.programs_per_sm
-    while config.num_stages > 2 and config.shared_memory(size, problem.between) > share:
+    while (
+        config.num_stages > 2
+        and config.shared_memory(size, problem.h_size) * config.programs_per_sm > gpu.shared_memory
+    ):
         config = replace(config, num_stages=config.num_stages - 1)
     # Made to fit by giving up first what costs least: pipeline depth, then the tiles.
     for field, least in (("num_stages", 2), ("down_n", 64), ("up_n", 32), ("up_k", 64), ("down_k", 64)):

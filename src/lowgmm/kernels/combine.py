@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lowgmm.layer import LayerSpec
+from lowgmm.relaunch import Relauncher
 
 
 @triton.jit
@@ -73,8 +76,18 @@ def combine(
     """``out[t] = Σ_a weights[t, a] · y[slot t·A + a]``; with ``inverse`` the rows of ``y`` are sorted by expert."""
     num_tokens, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
-    combine_kernel[(num_tokens * triton.cdiv(width, block),)](
-        y, inverse, ids, weights, out, num_experts, width, y.stride(0), A=ids.shape[1], SORTED=inverse is not None,
-        WEIGHT_ON_INPUT=spec.weight_on_input, PDL=pdl, BLOCK=block, num_warps=4, enable_fp_fusion=False,
-        **({"launch_pdl": True} if pdl else {}),
-    )  # fmt: skip
+    after: dict[str, Any] = {"launch_pdl": True} if pdl else {}  # no other backend knows the option
+    integers = (num_experts, width, y.stride(0))
+    constants = (ids.shape[1], inverse is not None, spec.weight_on_input, pdl, block)
+    _combine(
+        num_tokens * triton.cdiv(width, block),
+        (y.device, y.dtype, ids.dtype, weights.dtype, out.dtype, integers, constants),
+        (y, ids, weights, out),
+        (y, inverse, ids, weights, out, *integers, *constants),
+        num_warps=4,
+        enable_fp_fusion=False,
+        **after,
+    )
+
+
+_combine = Relauncher(combine_kernel)

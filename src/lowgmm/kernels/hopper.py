@@ -133,7 +133,7 @@ def schedule(
 @gluon.jit
 def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.constexpr):
     """Ask for 64 channels of weights: block ``i`` of a tile's, the first half of which is the first warpgroup's."""
-    MINE: gl.constexpr = BN // 128
+    MINE: gl.constexpr = (BN + 64) // 128
     if i < MINE:
         tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot * MINE + i))
     else:

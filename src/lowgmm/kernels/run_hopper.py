@@ -19,6 +19,7 @@ from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
+from lowgmm.relaunch import Relauncher, descriptor
 from lowgmm.routing import max_row_tiles
 
 MAX_ROWS = 64
@@ -50,9 +51,8 @@ def moe_ffn(
     shared = torch.empty((rows, stride), dtype=between, device=device)
     second = torch.empty((rows, stride), dtype=values2.dtype, device=device)
     y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
-    bm, bk = config.block_m, config.down_k
+    bm, bn, bk = config.block_m, config.down_n, config.down_k
     blocks = rows // bm + num_experts + 1
-    sms = describe(device).sms
     scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
     out = hidden.new_empty((num_tokens, width))
     order, inverse, offsets, zeros = arrange(
@@ -66,27 +66,43 @@ def moe_ffn(
 
     def tiles(values: Tensor, columns: int, row_stride: int, block: int) -> Any:
         rows = -(-values.numel() // row_stride)
-        return TensorDescriptor(values, [rows, columns], [row_stride, 1], [block, bk], layout)
+        return descriptor(TensorDescriptor, values, (rows, columns), (row_stride, 1), [block, bk], layout=layout)
 
     # Rows of gate and up, seen as two matrices: below each other, or in turns.
     across, expert_rows = (2, inner) if spec.gate_up == "interleaved" else (1, values13.shape[1])
     gate = values13.view(-1)
     up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
-    hopper_layer_kernel[(_programs(rows, num_experts, width, inner, config, sms),)](
-        tiles(x, width, stride, bm),
-        tiles(gate, width, across * width, 64),
-        tiles(up, width, across * width, 64),
-        tiles(hq, inner, stride, bm),
-        tiles(values2.view(-1), inner, inner, 64),
-        y, h, hq, scales_x, scales_h, absmax, w13.scales, w2.scales, w13.bias, w2.bias, order, weights, offsets,
-        ticket, ready, rows, num_experts, width, inner, blocks, expert_rows, stride, spec.slope, spec.bound or 0.0,
-        *constants,
+    written = (y, h, hq, scales_x, scales_h)
+    parts = (w13.scales, w2.scales, w13.bias, w2.bias)
+    sizes = (width, inner)
+    strides = (expert_rows, stride)
+    _launch(
+        _programs(rows, num_experts, width, inner, config, describe(device).sms),
+        (
+            *(device, values2.dtype, between, weights.dtype, config, spec, sizes, strides),
+            *(None if bias is None else bias.dtype for bias in (w13.bias, w2.bias)),
+        ),
+        (*written, *parts, weights),
+        (
+            tiles(x, width, stride, bm),
+            tiles(gate, width, across * width, min(64, bn // 2)),
+            tiles(up, width, across * width, min(64, bn // 2)),
+            tiles(hq, inner, stride, bm),
+            tiles(values2.view(-1), inner, inner, 64),
+            *written,
+            *(absmax, *parts, order, weights, offsets, ticket, ready, rows, num_experts, *sizes, blocks, *strides),
+            *(spec.slope, spec.bound or 0.0),
+            *constants,
+        ),
         num_warps=4,
         enable_fp_fusion=False,  # the epilogues' roundings are the contract's
         launch_pdl=True,
-    )  # fmt: skip
+    )
     combine(y, inverse, ids, weights, out, num_experts, spec, True)
     return out
+
+
+_launch = Relauncher(hopper_layer_kernel)
 
 
 def _programs(rows: int, num_experts: int, width: int, inner: int, config: LayerConfig, sms: int) -> int:

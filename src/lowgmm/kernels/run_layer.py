@@ -91,7 +91,6 @@ class Call:
         self.done_in_up = config.launch == "split" and self.fmt is not None and spec.requantize == "token"
         self.pdl = config.pdl and not self.direct
         self.after: dict[str, Any] = {"launch_pdl": True} if self.pdl else {}  # no other backend knows the option
-        self.tma = config.tma and self.values13.data_ptr() % 16 == 0 and self.values2.data_ptr() % 16 == 0
         self._allocate()
 
     def _allocate(self) -> None:
@@ -136,7 +135,7 @@ class Call:
         requantize = "none" if self.fmt is None else spec.requantize
         if self.done_in_up and phase == DOWN:
             requantize = "done"
-        if self.tma:
+        if config.tma:
             across = 2 if spec.gate_up == "interleaved" else 1
             w13 = TensorDescriptor.from_tensor(w13.view(-1, across * self.H), [config.up_n, config.up_k])
             w2 = TensorDescriptor.from_tensor(w2.view(-1, self.I), [config.down_n, config.down_k])
@@ -156,7 +155,7 @@ class Call:
             PREFETCH=config.prefetch and self.device.type == "cuda" and self.gpu.backend == "cuda",
             PDL=self.pdl,
             A=self.A,
-            TMA=self.tma,
+            TMA=config.tma,
             REQUANTIZE=requantize,
             **self.constexprs,
             num_warps=config.num_warps,
