@@ -2,6 +2,7 @@
 
     python bench/gmm.py --output bench/results/gmm_h200.jsonl     # make bench; plots beside the file
     python bench/gmm.py --cases article-decode gpt-oss-16 --formats int8 --limit 60
+    python bench/gmm.py --render bench/results/gmm_h200.jsonl     # write the table of docs/
 
 The formats of a case take turns with a plain read of as many bytes and, where arithmetic is the limit, with the best
 dense matmul that torch has. Configurations are those that ``tune.pick`` chooses. Needs a GPU.
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,9 @@ from common import (
     distinct,
     median_us,
     problem_of,
+    read_lines,
     read_rival,
+    rendered,
     require_gpu,
     share,
 )
@@ -39,6 +43,7 @@ from lowgmm.gpu import describe
 from lowgmm.tune import pick, predict
 from lowgmm.workloads import GMM_CASES, GmmCase
 
+DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "limits.md"
 DENSE = 8192
 """M, N and K of the dense product that compute-bound cases are held against."""
 
@@ -79,9 +84,36 @@ def run_case(case: GmmCase, formats: list[str], machine: roofline.Machine, secon
     return lines
 
 
+def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
+    """The document's table: each case against what bounds it."""
+    env, rates = head["environment"], head["dense_rates"]
+    dense = ", ".join(f"{format} {rate / 1e15:.2f} PFLOP/s" for format, rate in rates.items())
+    out = [
+        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:12]}, "
+        f"`bench/results/{name}`; read {head['read_bandwidth'] / 1e12:.2f} TB/s, torch's dense matmul {dense}.",
+        "",
+        "| case | format | µs | bound by | TB/s | TFLOP/s | of a plain read | of torch's dense matmul |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for ln in lines:
+        read = f"{ln['of_read']:.0%}" if ln["bound"] == "memory" else ""
+        of_dense = f"{ln['of_dense']:.0%}" if "of_dense" in ln else ""
+        cells = (
+            ln["case"],
+            ln["format"],
+            f"{ln['us']:.1f}",
+            ln["bound"],
+            f"{ln['tb_per_s']:.2f}",
+            f"{ln['tflops']:.0f}",
+        )
+        out.append(f"| {' | '.join(cells)} | {read} | {of_dense} |")
+    return "\n".join(out)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="JSONL file to write; an SVG of the same name goes beside it")
+    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
     parser.add_argument("--cases", nargs="*", default=list(GMM_CASES), choices=list(GMM_CASES), metavar="CASE")
     parser.add_argument("--formats", nargs="*", default=list(DTYPES), choices=list(DTYPES), metavar="FORMAT")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing per case (2)")
@@ -89,6 +121,11 @@ def main() -> None:
     parser.add_argument("--no-precompile", action="store_true", help="compile as the cases come, one after the other")
     parser.add_argument("--compile-only", metavar="PART/OF", help="fill Triton's cache with this share, time nothing")
     args = parser.parse_args()
+    if args.render is not None:
+        part = render(args.render.name, *read_lines(args.render))
+        DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8"), part, Path(__file__).name), encoding="utf-8")
+        print(f"wrote {DOCUMENT}")
+        return
     require_gpu()
     cases, start = [GMM_CASES[name] for name in args.cases], time.perf_counter()
     formats = [f for f in args.formats if describe(CUDA).lacks(FORMATS.get(f)) is None]

@@ -49,7 +49,7 @@ def configs(problem: Problem) -> dict[str, TileConfig]:
     warp-specialised kernel, which always draws from a queue."""
     gpu = describe(CUDA)
     ranked = sorted(candidates(problem, gpu), key=lambda c: predict(problem, c, gpu))
-    base = next(c for c in ranked if not c.warp_specialize)
+    base = next((c for c in ranked if not c.warp_specialize), ranked[0].portable())
     per_sm = max(base.programs_per_sm, 2 if base.num_warps == 4 else 1)
     found = {launch: replace(base, launch=launch, programs_per_sm=per_sm) for launch in LAUNCHES}
     found[ARTICLE_QUEUE] = TileConfig(

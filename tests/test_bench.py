@@ -93,8 +93,11 @@ def test_shipped_results_compare_with_themselves():
         "rivals_8bit_h200",
         "rivals_layer_h200",
         "layer_h200",
+        "layer_narrow_h200",
+        "gmm_h200",
         "launch_modes_h200",
         "overhead_h200",
+        "overhead_int8_h200",
         "accumulation_h200",
     ):
         path = str(BENCH / "results" / f"{name}.jsonl")
@@ -294,6 +297,17 @@ def test_a_case_is_timed_checked_and_held_against_floor_read_and_dense(monkeypat
     monkeypatch.setattr(common.lowgmm, "gmm", lambda x, w, *_, **__: torch.zeros(5, 32, dtype=torch.bfloat16))
     with pytest.raises(AssertionError, match="budget"):
         gmm.run_case(case, ["int8", "bf16"], machine, 1.0)
+
+
+def test_the_table_of_limits_is_the_one_that_the_result_file_gives():
+    path = BENCH / "results" / "gmm_h200.jsonl"
+    text = gmm.DOCUMENT.read_text(encoding="utf-8")
+    head, lines = common.read_lines(path)
+    assert text == common.rendered(text, gmm.render(path.name, head, lines), "gmm.py"), (
+        "run python bench/gmm.py --render bench/results/…"
+    )
+    lines[0]["us"] *= 2
+    assert text != common.rendered(text, gmm.render(path.name, head, lines), "gmm.py")
 
 
 # launch modes

@@ -209,7 +209,7 @@ def test_nothing_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", ["int8", "fp8"])
 def test_an_expert_beyond_two_to_the_31(format: str) -> None:
     """Weights of more than 2^31 elements: the last expert's are found."""
     fmt, experts, hidden, inner = FORMATS[format], 72, 4096, 4096

@@ -235,9 +235,12 @@ def _warp_specialised(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     rows, size = problem.rows_per_expert, problem.dtype.itemsize
     # Experts differ in their rows, and a second tile reads the weights again: the tile is higher than the mean.
     block_m = next((m for most, m in ((16, 16), (24, 32), (96, 64)) if rows <= most), 128)
-    down_n, width = (256, 128) if block_m == 128 else (128, 256)
+    down_n, width, most = (256, 128, 4) if block_m == 128 else (128, 256, 6)
+    tasks = min(problem.E, problem.T * problem.A) * -(-problem.I // 64)
+    if block_m == 16 and problem.gate_up != "none" and tasks <= gpu.sms // 2:
+        down_n, width, most = 64, 128, 16  # where few experts have rows, so that more SMs read weights
     up_n = down_n if problem.gate_up == "none" else down_n // 2
-    for stages in (6, 5, 4, 3, 2):
+    for stages in range(most, 1, -1):
         tiles = (block_m, up_n, width // size, down_n, width // size)
         config = LayerConfig("queue", *tiles, warp_specialize=True, num_stages=stages, programs_per_sm=1)
         if supports(problem, config, gpu) is None:
