@@ -254,7 +254,7 @@ def test_a_protocol_that_can_hang_is_caught() -> None:
 # ---- configurations --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("config", [*LAUNCHES.values(), *DIRECT])
+@pytest.mark.parametrize("config", [*LAUNCHES.values(), *DIRECT, "queue-16-64x256-128x256-swap-tma-ws-4w6s1p"])
 def test_a_configuration_survives_its_string(config: str) -> None:
     assert str(LayerConfig.parse(config)) == config
 
@@ -323,9 +323,13 @@ def test_a_wider_intermediate_takes_more_shared_memory(dtype: torch.dtype, gate_
         assert largest.num_stages >= config.num_stages
 
 
-def test_a_ring_of_one_slot_is_refused() -> None:
-    """Its slot is emptied when the next one is multiplied: it would wait for itself."""
+def test_a_ring_that_is_too_short_is_refused() -> None:
+    """One slot is emptied when the next one is multiplied: it would wait for itself. For tiles of 64 channels see
+    tests/test_hopper_protocol.py."""
     problem = LayerProblem(16, 4, 32, 1024, 512, torch.int8)
     one = plan.LayerConfig.parse("queue-16-64x128-128x128-swap-tma-ws-4w1s1p")
     assert "2 stages" in str(plan.supports(problem, one, H200))
     assert plan.supports(problem, plan.LayerConfig.parse(str(one).replace("4w1s", "4w2s")), H200) is None
+    two = plan.LayerConfig.parse("queue-16-32x128-64x128-swap-tma-ws-4w2s1p")
+    assert "3 stages" in str(plan.supports(problem, two, H200))
+    assert plan.supports(problem, plan.LayerConfig.parse(str(two).replace("4w2s", "4w3s")), H200) is None
