@@ -190,14 +190,13 @@ def gather_kernel(
                 v = round_to(v.to(tl.float32) * row_inverse, QMAX, xq.dtype.element_ty)
             for a in tl.static_range(A):  # unrolled and without branches, so that no load waits for another
                 slot = t * A + a
+                e = load_ids(ids, slot, R, E)
                 if SORT:
-                    e = load_ids(ids, slot, R, E)
                     row = tl.sum(((all_ids < e) | ((all_ids == e) & (i < slot))).to(tl.int32), 0)
                     if start == 0:
                         tl.store(inverse + slot, row)
                         tl.store(order + row, slot)
                 else:
-                    e = load_ids(ids, slot, R, E)
                     row = tl.load(inverse + slot)
                 local = e < E
                 tl.store(xq + row.to(tl.int64) * stride_xq + start + k, v, mask=(start + k < H) & local)

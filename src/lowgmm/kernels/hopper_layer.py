@@ -18,16 +18,15 @@ from lowgmm.kernels.hopper_tasks import (
     UP,
     announce,
     async_fence,
-    barrier,
     channel_values,
     channels,
+    hand_over,
     keep,
     keep_halves,
     multiply_in_turns,
     requantise,
     row_values,
     scaled,
-    unite,
     wait_for,
 )
 from lowgmm.kernels.moe_tiles import activate
@@ -224,13 +223,15 @@ def consume(
                     scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
             if SPLIT:
                 acc0, step = multiply_in_turns(xs, ws, full, empty, step, K, HALF, BM, BK, STAGES, ACC, INT, PROMOTE)
-                acc0 = unite(acc0, partial, passed, taken, met, HALF, ACC)
-                acc1 = acc0
+                acc1 = hand_over(acc0, partial, passed, taken, met, HALF, ACC)
                 met += 1
+                if HALF == 0:
+                    acc0 += acc1
             else:
                 acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
             if STORES:
                 pending = announce(ready, pending)
+                # Read again rather than kept, and so are the channels: the products need every register.
                 row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
                 if LATE:
                     scale, share = row_values(
@@ -268,20 +269,12 @@ def consume(
                             value0, other, h, absmax, row, end, number(columns, at) * UP_N, I, stride, slope, bound,
                             BM, QUANTISED, ACTIVATION, CLAMPED,
                         )  # fmt: skip
-                    elif HALF == 1:
-                        mbarrier.wait(taken.index(0), (met & 1) ^ 1)
-                        other.store(value0)
-                        barrier()
-                        mbarrier.arrive(passed.index(0))
-                        met += 1
                     else:
-                        mbarrier.wait(passed.index(0), met & 1)
-                        value1 = other.load(ACC)
-                        barrier()
-                        mbarrier.arrive(taken.index(0))
+                        value1 = hand_over(value0, other, passed, taken, met, HALF, ACC)
                         met += 1
-                        value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED, True)
-                        keep(value0, h, absmax, out, row, end, column // 2, I, stride, BM, QUANTISED)
+                        if HALF == 0:
+                            value0 = activate(value0, value1, slope, bound, ACTIVATION, True, CLAMPED, True)
+                            keep(value0, h, absmax, out, row, end, column // 2, I, stride, BM, QUANTISED)
                     if TWO or not GATED or HALF == 0:
                         if not QUANTISED:
                             async_fence()

@@ -146,19 +146,19 @@ def multiply_in_turns(
 
 
 @gluon.jit
-def unite(acc, partial, passed, taken, met, HALF: gl.constexpr, ACC: gl.constexpr):
-    """The first warpgroup's sum and the second's, in the first."""
+def hand_over(value, cell, passed, taken, met, HALF: gl.constexpr, ACC: gl.constexpr):
+    """The second warpgroup's ``value``, in the first. ``met`` counts how often they have met before."""
     if HALF == 1:
         mbarrier.wait(taken.index(0), (met & 1) ^ 1)
-        partial.store(acc)
+        cell.store(value)
         barrier()
         mbarrier.arrive(passed.index(0))
     else:
         mbarrier.wait(passed.index(0), met & 1)
-        acc += partial.load(ACC)
+        value = cell.load(ACC)
         barrier()
         mbarrier.arrive(taken.index(0))
-    return acc
+    return value
 
 
 @gluon.jit

@@ -1,4 +1,4 @@
-"""Launch the expert layer on Hopper: prepare, both products (``hopper_layer.py``), combine."""
+"""Launch the expert layer on Hopper: arrange, both products (``hopper_layer.py``), combine."""
 
 from __future__ import annotations
 
