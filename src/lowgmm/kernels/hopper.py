@@ -259,12 +259,21 @@ def turn(value, out):
 
 
 @gluon.jit
+def fresh(x):
+    """The same integers, but what depends on them is not computed ahead of the loop over tiles: its products need the
+    registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def write(value, y, row, end, column, N, stride_ym, BM: gl.constexpr):
     WIDE: gl.constexpr = value.type.layout
-    rm = row + gl.arange(0, BM, layout=gl.SliceLayout(1, WIDE))
-    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE))
-    at = gl.expand_dims(rm.to(gl.int64) * stride_ym, 1) + gl.expand_dims(rn, 0)
-    gl.store(y + at, value, mask=gl.expand_dims(rm < end, 1) & gl.expand_dims(rn < N, 0))
+    rm = fresh(gl.arange(0, BM, layout=gl.SliceLayout(1, WIDE)))
+    rn = gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE))
+    # 64 bits once, for the tile; within it 32.
+    first = y + (row.to(gl.int64) * stride_ym + column)
+    at = gl.expand_dims(rm * stride_ym, 1) + gl.expand_dims(rn, 0)
+    gl.store(first + at, value, mask=gl.expand_dims(rm < end - row, 1) & gl.expand_dims(rn < N - column, 0))
 
 
 @gluon.jit

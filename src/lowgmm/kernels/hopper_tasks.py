@@ -162,6 +162,27 @@ def hand_over(value, cell, passed, taken, met, HALF: gl.constexpr, ACC: gl.const
 
 
 @gluon.jit
+def larger(a, b):
+    """max(|a|, |b|) of each half of a word, a bfloat16: their signs mean nothing, and NaN wins."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def raise_absmax(absmax, words, row, end, AXIS: gl.constexpr, PAIRS: gl.constexpr):
+    """By words along AXIS that are a float32, or two bfloat16, of which the absmax has the bits as a float32."""
+    if PAIRS:
+        words = gl.reduce(words, AXIS, larger)
+        words = gl.maximum((words << 16) & 0x7FFFFFFF, words & 0x7FFF0000)
+    else:
+        # Without their sign floats compare like their bits, and NaN is above all of them.
+        words = gl.max(words & 0x7FFFFFFF, AXIS)
+    rm = row + gl.arange(0, words.shape[0], layout=words.type.layout)
+    gl.atomic_max(absmax + rm, words, mask=rm < end, sem="relaxed")
+
+
+@gluon.jit
 def keep_halves(
     value, other, h, absmax, row, end, column, I, stride, slope, bound,
     BM: gl.constexpr, QUANTISED: gl.constexpr, ACTIVATION: gl.constexpr, CLAMPED: gl.constexpr,
@@ -178,9 +199,8 @@ def keep_halves(
     inside = gl.expand_dims(rn < I, 1) & gl.expand_dims(rm < end, 0)
     gl.store(h + (gl.expand_dims(rm.to(gl.int64) * stride, 0) + gl.expand_dims(rn, 1)), v, mask=inside)
     if QUANTISED:
-        bits = v.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        bits = gl.where(gl.expand_dims(rn < I, 1), bits, 0)
-        gl.atomic_max(absmax + rm, gl.max(bits, 0), mask=rm < end, sem="relaxed")
+        bits = v.to(gl.float32).to(gl.int32, bitcast=True)
+        raise_absmax(absmax, gl.where(gl.expand_dims(rn < I, 1), bits, 0), row, end, 0, False)
 
 
 @gluon.jit
@@ -188,16 +208,20 @@ def keep(
     value, h, absmax, out, row, end, column, I, stride, BM: gl.constexpr, QUANTISED: gl.constexpr
 ):  # fmt: skip
     """Write 64 columns of h, rounded once, and raise the absmax of their rows."""
-    v = turn(value, out)
-    write(v, h, row, end, column, I, stride, BM)
+    write(turn(value, out), h, row, end, column, I, stride, BM)
     if QUANTISED:
-        ROWS: gl.constexpr = gl.SliceLayout(1, v.type.layout)
-        rm = row + gl.arange(0, BM, layout=ROWS)
-        rn = column + gl.arange(0, 64, layout=gl.SliceLayout(0, v.type.layout))
-        # Without their sign floats compare like their bits, and NaN is above all of them.
-        bits = v.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        bits = gl.where(gl.expand_dims(rn < I, 0), bits, 0)
-        gl.atomic_max(absmax + rm, gl.max(bits, 1), mask=rm < end, sem="relaxed")
+        # Read once more, with as few threads to a row as there are: no shuffles between them where BM = 128.
+        PER_WORD: gl.constexpr = 32 // out.dtype.primitive_bitwidth
+        WORDS: gl.constexpr = 64 // PER_WORD
+        ACROSS: gl.constexpr = 128 // BM
+        LINES: gl.constexpr = gl.BlockedLayout([1, WORDS // ACROSS], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+        words = out._reinterpret(gl.int32, [BM, WORDS], gl.NVMMASharedLayout(128, 32, rank=2)).load(LINES)
+        if column + 64 <= I:
+            raise_absmax(absmax, words, row, end, 1, PER_WORD == 2)
+        else:
+            rn = column + PER_WORD * gl.arange(0, WORDS, layout=gl.SliceLayout(0, LINES))
+            words = gl.where(gl.expand_dims(rn < I, 0), words, 0)
+            raise_absmax(absmax, words, row, end, 1, PER_WORD == 2)
 
 
 @gluon.jit
