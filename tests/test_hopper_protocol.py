@@ -52,6 +52,8 @@ class Layer:
     """REQUANTISE tasks of each block."""
     announces: bool = True
     """An UP tile's announcement does not wait for the next UP tile where another kind of task comes first."""
+    early: bool = True
+    """It comes once the next tile's first operands are there, not after its products, as with tiles of 64 or FP8."""
     drawn: int = 0
     ready: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
@@ -171,6 +173,10 @@ class Program:
                 stores = layer.width > 64 or half == 0
                 if stores:
                     yield from self.full[step % self.stages].wait(step // self.stages & 1)
+                if pending >= 0 and layer.width > 64 and layer.early:
+                    layer.ready[pending] += 1
+                    pending = -1
+                    yield
                 yield from self.multiply(ticket, layer.steps[kind], step, half)
                 step += layer.steps[kind]
                 if layer.width == 64:
@@ -206,7 +212,7 @@ def draw(seed: int, width: int, announces: bool = True) -> tuple[Layer, random.R
         tasks += part
     zeros = [[0] * blocks for _ in range(3)]
     steps = {UP: r.randint(1, 6), DOWN: r.randint(1, 6)}
-    return Layer(tasks, width, steps, quantised, ups, passes, announces, 0, *zeros), r
+    return Layer(tasks, width, steps, quantised, ups, passes, announces, r.random() < 0.5, 0, *zeros), r
 
 
 def run(layer: Layer, r: random.Random, programs: int, resident: int, boxes: int, stages: int) -> None:

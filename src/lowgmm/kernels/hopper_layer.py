@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowgmm.kernels.hopper import count, load_block, multiply, number, place, seek, turn, write
+from lowgmm.kernels.hopper import begin, count, load_block, multiply, number, place, seek
 from lowgmm.kernels.hopper_tasks import (
     DOWN,
     PASS,
@@ -29,6 +29,7 @@ from lowgmm.kernels.hopper_tasks import (
     scaled,
     wait_for,
 )
+from lowgmm.kernels.hopper_write import turn, write
 from lowgmm.kernels.moe_tiles import activate
 
 
@@ -209,7 +210,11 @@ def consume(
             if kind == DOWN:
                 K = I
             # Once the tile's first operands are here, everything that their loads waited for can be read as well.
-            if STORES:
+            if not SPLIT:
+                acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
+                if not PROMOTE:
+                    pending = announce(ready, pending)
+            elif STORES:
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
             if STORES and not LATE:
                 row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
@@ -228,7 +233,7 @@ def consume(
                 if HALF == 0:
                     acc0 += acc1
             else:
-                acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
+                acc0, acc1, step = multiply(xs, ws, full, empty, acc0, acc1, step, K, BM, BN, BK, STAGES, ACC, PROMOTE)
             if STORES:
                 pending = announce(ready, pending)
                 # Read again rather than kept, and so are the channels: the products need every register.
@@ -244,15 +249,17 @@ def consume(
                 at0, in0 = channels(kind, expert, column, H, I, HALF, 0, ACC, BN, LAYOUT)
                 if LATE:
                     scale0 = channel_values(w13_scales, w2_scales, kind, at0, in0, QUANTISED, QUANTISED)
-                shift = channel_values(w13_bias, w2_bias, kind, at0, in0, BIAS1, BIAS2)
-                value0 = scaled(acc0, scale0, shift, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
-                value1 = value0
+                shift0 = channel_values(w13_bias, w2_bias, kind, at0, in0, BIAS1, BIAS2)
                 if TWO:
                     at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
                     if LATE:
                         scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
-                    shift = channel_values(w13_bias, w2_bias, kind, at1, in1, BIAS1, BIAS2)
-                    value1 = scaled(acc1, scale1, shift, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+                    shift1 = channel_values(w13_bias, w2_bias, kind, at1, in1, BIAS1, BIAS2)
+                # All loads come before what waits for the first.
+                value0 = scaled(acc0, scale0, shift0, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+                value1 = value0
+                if TWO:
+                    value1 = scaled(acc1, scale1, shift1, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
                 column = column * BN + HALF * (BN // 2)
                 if kind == UP:
                     if not GATED:

@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lowgmm.kernels.hopper import turn, write
+from lowgmm.kernels.hopper_write import turn, write
 from lowgmm.kernels.moe_tiles import activate
 from lowgmm.kernels.quantize import round_to, scales_of
 
