@@ -68,9 +68,15 @@ def seek(offsets, tile, base, first, sums, M, E, tiles_n, BM: gl.constexpr):
         first += LANES
         sums = count(offsets, first, M, E, tiles_n, BM)
         end = base + gl.max(sums, 0)
-    before = sums <= tile - base
-    expert = first + gl.sum(before.to(gl.int32), 0)
-    return base, first, sums, end, expert, tile - base - gl.max(gl.where(before, sums, 0), 0)
+    expert, local = among(sums, tile - base)
+    return base, first, sums, end, first + expert, local
+
+
+@gluon.jit
+def among(sums, tile):
+    """Which of 32 groups holds tile number ``tile`` (32: none), and its number within that group."""
+    before = sums <= tile
+    return gl.sum(before.to(gl.int32), 0), tile - gl.max(gl.where(before, sums, 0), 0)
 
 
 @gluon.jit
