@@ -52,6 +52,11 @@ class Layer:
     """REQUANTISE tasks of each block."""
     announces: bool = True
     """An UP tile's announcement does not wait for the next UP tile where another kind of task comes first."""
+    promoted: bool = False
+    """FP8 sums are promoted: every product is finished before the next, and the next step's operands are waited for
+    meanwhile."""
+    crosses: bool = False
+    """Those of the next tile too."""
     drawn: int = 0
     ready: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
@@ -122,19 +127,37 @@ class Program:
             step += steps
 
     def multiply(self, ticket: int, steps: int, step: int, half: int) -> Warp:
-        """All steps, each slot emptied after the next; with tiles of 64 channels every other step."""
-        narrow = self.layer.width == 64
-        for i in range(half if narrow else 0, steps, 2 if narrow else 1):
-            slot = (step + i) % self.stages
-            yield from self.full[slot].wait((step + i) // self.stages & 1)
-            assert self.slot[slot] == (ticket, i), "a slot was overwritten, or read too early"
-            yield
-            if narrow:
-                self.empty[slot].arrive()
-            elif i > 0:
-                self.empty[(step + i - 1) % self.stages].arrive()
-        if not narrow:
-            self.empty[(step + steps - 1) % self.stages].arrive()
+        """All steps, with tiles of 64 channels every other; each slot emptied when its products are done."""
+
+        def until_full(i: int) -> Warp:
+            yield from self.full[(step + i) % self.stages].wait((step + i) // self.stages & 1)
+            if i < steps:
+                assert self.slot[(step + i) % self.stages] == (ticket, i), "a slot was overwritten, or read too early"
+
+        def give_back(i: int) -> None:
+            assert self.slot[(step + i) % self.stages] == (ticket, i), "a slot was overwritten while it was multiplied"
+            self.empty[(step + i) % self.stages].arrive()
+
+        if self.layer.width == 64:
+            for i in range(half, steps, 2):
+                yield from until_full(i)
+                yield
+                give_back(i)
+        elif self.layer.promoted:
+            more = self.layer.crosses and any(kind != REQUANTISE for kind, _ in self.layer.tasks[ticket + 1 :])
+            yield from until_full(0)
+            for i in range(steps):
+                yield
+                if i + 1 < steps or more:
+                    yield from until_full(i + 1)
+                give_back(i)
+        else:
+            for i in range(steps):
+                yield from until_full(i)
+                yield
+                if i > 0:
+                    give_back(i - 1)
+            give_back(steps - 1)
 
     def meet(self, ticket: int, half: int, met: int) -> Warp:
         """The second warpgroup passes something to the first."""
@@ -194,7 +217,9 @@ class Program:
             yield from self.next_box(at)
 
 
-def draw(seed: int, width: int, announces: bool = True) -> tuple[Layer, random.Random]:
+def draw(
+    seed: int, width: int, announces: bool = True, promoted: bool | None = None, crosses: bool = False
+) -> tuple[Layer, random.Random]:
     r = random.Random(seed)
     blocks, ups, downs = r.randint(1, 5), r.randint(1, 3), r.randint(1, 3)
     passes = [r.randint(1, 3) for _ in range(blocks)]
@@ -206,7 +231,9 @@ def draw(seed: int, width: int, announces: bool = True) -> tuple[Layer, random.R
         tasks += part
     zeros = [[0] * blocks for _ in range(3)]
     steps = {UP: r.randint(1, 6), DOWN: r.randint(1, 6)}
-    return Layer(tasks, width, steps, quantised, ups, passes, announces, 0, *zeros), r
+    if promoted is None:
+        promoted = r.random() < 0.5
+    return Layer(tasks, width, steps, quantised, ups, passes, announces, promoted, crosses, 0, *zeros), r
 
 
 def run(layer: Layer, r: random.Random, programs: int, resident: int, boxes: int, stages: int) -> None:
@@ -266,18 +293,40 @@ def test_a_late_announcement_is_caught() -> None:
     assert stuck >= 15
 
 
-def run_all(seeds: int, width: int, stages: int) -> None:
+def test_a_look_ahead_into_the_next_tile_is_caught() -> None:
+    """A DOWN tile's operands may wait for what the warpgroup that looks ahead does after this tile."""
+    stuck = 0
+    for seed in range(20):
+        for crosses in (False, True):
+            layer, r = draw(seed, 256, promoted=True, crosses=crosses)
+            try:
+                run(layer, r, 1, 1, 4, 4)
+            except DeadlockError:
+                assert crosses
+                stuck += 1
+    assert stuck == 20
+
+
+def run_all(seeds: int, width: int, stages: int, promoted: bool | None = None) -> None:
     for seed in range(seeds):
-        layer, r = draw(seed, width)
+        layer, r = draw(seed, width, promoted=promoted)
         run(layer, r, 2, 2, 4, stages)
 
 
-def test_a_slot_that_is_emptied_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("promoted", [False, True])
+def test_a_slot_that_is_emptied_too_early_is_caught(promoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one warpgroup's arrival emptied a slot that two multiply."""
     init = Barrier.__init__
     monkeypatch.setattr(Barrier, "__init__", lambda self, count: init(self, 1 if count == 2 else count))
-    with pytest.raises(AssertionError):
-        run_all(20, 256, 2)
+    with pytest.raises(AssertionError, match="overwritten"):
+        run_all(20, 256, 2, promoted)
+
+
+def test_a_ring_of_one_slot_is_caught() -> None:
+    """A slot is given back when the next one is full: tune.py wants 2 stages."""
+    for promoted in (False, True):
+        with pytest.raises(DeadlockError):
+            run_all(20, 256, 1, promoted)
 
 
 def test_a_ring_too_short_for_turns_is_caught() -> None:

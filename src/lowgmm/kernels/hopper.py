@@ -26,11 +26,8 @@ from lowgmm.relaunch import Relauncher, descriptor
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
-LANES = gl.constexpr(32)
-"""Groups that a warp looks at together."""
-
-BAND = gl.constexpr(8)
-"""As in ``kernels/tiles.py``."""
+LANES = gl.constexpr(32)  # groups that a warp looks at together
+BAND = gl.constexpr(8)  # as in kernels/tiles.py
 
 
 @gluon.jit
@@ -149,8 +146,7 @@ def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.cons
 @gluon.jit
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-    BYTES: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
     rows, _ends, columns, experts, _sx = box
@@ -181,59 +177,65 @@ def multiply(
 ):  # fmt: skip
     """A warpgroup's one or two blocks of 64 channels times the tile's rows, over all of K: accumulators [64, BM].
 
-    ``step`` counts the slots of the ring used so far,.
+    ``step`` counts the slots of the ring used so far. No slot is waited for that is not this tile's.
     """
-    TWO: gl.constexpr = BN == 256
     MINE: gl.constexpr = BN // 128
-    DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
-    acc0 = gl.full([64, BM], 0, DTYPE, ACC)
+    PARTS: gl.constexpr = BK // 128 * MINE
+    acc0 = gl.full([64, BM], 0, gl.int32 if INT else gl.float32, ACC)
     acc1 = acc0
+    slot, phase = step % STAGES, (step // STAGES) & 1
+    before = slot
+    if PROMOTE:
+        mbarrier.wait(full.index(slot), phase)
     for k in range(0, K, BK):
-        slot = step % STAGES
-        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        wraps = slot == STAGES - 1
+        next_slot, next_phase = gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
         if PROMOTE:
             # Hopper's FP8 accumulators keep 14 bits: fresh ones every 128 of K, added in FP32 registers. Asking
             # warpgroup_mma to promote would make it wait after every instruction instead of every fourth.
-            zero = gl.full([64, BM], 0, DTYPE, ACC)
-            for i in gl.static_range(BK // 128):
-                b = xs.index(slot).slice(i * 128, 128, dim=1).permute((1, 0))
-                a = ws.index(slot * MINE).slice(i * 128, 128, dim=1)
+            zero = gl.full([64, BM], 0, gl.float32, ACC)
+            for i in gl.static_range(PARTS):
+                a = ws.index(slot * MINE + i % MINE).slice(i // MINE * 128, 128, dim=1)
+                b = xs.index(slot).slice(i // MINE * 128, 128, dim=1).permute((1, 0))
                 part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                acc0 += warpgroup_mma_wait(0, deps=[part])
-                if TWO:
-                    a = ws.index(slot * MINE + 1).slice(i * 128, 128, dim=1)
-                    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                    acc1 += warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(slot))
+                if i == PARTS - 1:  # so that only these sums are added between this step's products and the next's
+                    mbarrier.wait(full.index(next_slot), next_phase, pred=k + BK < K)
+                part = warpgroup_mma_wait(0, deps=[part])
+                if i == PARTS - 1:
+                    mbarrier.arrive(empty.index(slot))
+                if i % MINE == 0:
+                    acc0 += part
+                else:
+                    acc1 += part
         else:
+            mbarrier.wait(full.index(slot), phase)
             b = xs.index(slot).permute((1, 0))
             acc0 = warpgroup_mma(ws.index(slot * MINE), b, acc0, is_async=True)
-            if TWO:
+            if MINE == 2:
                 acc1 = warpgroup_mma(ws.index(slot * MINE + 1), b, acc1, is_async=True)
                 acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
             else:
                 acc0 = warpgroup_mma_wait(1, deps=[acc0])
             # The products of the step before are done: its operands may be overwritten.
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
+            mbarrier.arrive(empty.index(before), pred=k > 0)
+        before, slot, phase = slot, next_slot, next_phase
     if not PROMOTE:
-        if TWO:
+        if MINE == 2:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return acc0, acc1, step
+        mbarrier.arrive(empty.index(before))
+    return acc0, acc1, step + gl.cdiv(K, BK)
 
 
 @gluon.jit
 def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.constexpr):
     """Those of 64 channels of an [E, N] tensor of scales or biases; zeros where there is none."""
     rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    value = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
     if USED:
-        result = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
-    else:
-        result = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
-    return result
+        value = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
+    return value
 
 
 @gluon.jit
@@ -391,8 +393,7 @@ def hopper_kernel(
     )  # fmt: skip
 
 
-BOXES = 4
-"""Tiles found ahead: more than the ring of operands can hold where tiles are short."""
+BOXES = 4  # tiles found ahead: more than the ring of operands can hold where tiles are short
 
 
 def hopper_mm(
@@ -422,15 +423,7 @@ def hopper_mm(
         (
             descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
             descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
-            out,
-            scales_x,
-            scales_w,
-            bias,
-            offsets,
-            ticket,
-            M,
-            *integers,
-            *constants,
+            *(out, scales_x, scales_w, bias, offsets, ticket, M, *integers, *constants),
         ),
         num_warps=4,
         launch_pdl=True,
@@ -439,18 +432,13 @@ def hopper_mm(
 
 @functools.lru_cache(maxsize=1024)
 def _constants(
-    config: TileConfig,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    promote: bool,
-    scaled_x: bool,
-    scaled_w: bool,
-    biased: bool,
+    config: TileConfig, dtype: torch.dtype, out_dtype: torch.dtype, *flags: bool
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
-    """The operands' layout in shared memory, and the kernel's compile-time arguments. Kept: they take 8 µs to make."""
+    """The operands' layout in shared memory, and the kernel's compile-time arguments, of which ``flags`` are those from
+    PROMOTE on. Kept: they take 8 µs to make."""
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, out_dtype))
     tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, out)
-    return layout, (*tile, dtype == torch.int8, promote, scaled_x, scaled_w, biased)
+    return layout, (*tile, dtype == torch.int8, *flags)
 
 
 _launch = Relauncher(hopper_kernel)
