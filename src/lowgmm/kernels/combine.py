@@ -23,7 +23,9 @@ def sum_slots(
     The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is. With PDL only y may still be in the
     making when this is called.
     """
-    rows, shares, locals = (), (), ()
+    rows: Any = ()
+    shares: Any = ()
+    locals: Any = ()
     for a in tl.static_range(A):
         e = tl.load(ids + t * A + a)
         local = (e >= 0) & (e < E)

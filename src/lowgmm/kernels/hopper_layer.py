@@ -398,13 +398,13 @@ def hopper_layer_kernel(
     gl.warp_specialize(
         [
             (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
-                       order, topk_weights, ready, xs, hs, ws0, box, out0, vectors0, other, partial, full, empty, posted,
-                       read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
+                       order, topk_weights, ready, xs, hs, ws0, box, out0, vectors0, other, partial, full, empty,
+                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
                        0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
                        ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
-                       order, topk_weights, ready, xs, hs, ws1, box, out1, vectors1, other, partial, full, empty, posted,
-                       read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
+                       order, topk_weights, ready, xs, hs, ws1, box, out1, vectors1, other, partial, full, empty,
+                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
                        1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
                        ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, given, H, I,
