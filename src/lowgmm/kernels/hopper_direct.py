@@ -53,7 +53,8 @@ def multiply_row(
     INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr,
 ):  # fmt: skip
     """64 channels times the only row of a tile of h, which is quantised here; with tiles of 64 channels half of the
-    steps. ``hs`` holds two chunks of CHUNK columns, of which each warpgroup writes a half; ``chunks`` counts them.
+    steps. ``hs`` holds two chunks of CHUNK columns, of which each warpgroup writes a half; ``chunks`` counts them. The
+    second result is the row's scale.
     """
     # Row 0 of a panel, which is BM rows of 128 bytes, is not swizzled. What the other rows hold does not matter.
     panels = hs._reinterpret(hs.dtype, [4, HALF_PANELS, BM * 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0]))
@@ -63,7 +64,8 @@ def multiply_row(
     at = h + (row.to(gl.int64) * stride + k)
     v = gl.load(at, mask=k < I, other=0.0)
     following = gl.load(at + CHUNK, mask=CHUNK + k < I, other=0.0)
-    inverse = scales_of(gl.load(absmax + row, volatile=True).to(gl.float32, bitcast=True), QMAX)[0]
+    bits = gl.load(absmax + row, volatile=True)
+    inverse, scale = scales_of(bits.to(gl.float32, bitcast=True), QMAX)
     acc = gl.full([64, BM], 0, gl.int32 if INT else gl.float32, ACC)
     for start in range(0, I, CHUNK):
         half = chunks & 1
@@ -84,7 +86,7 @@ def multiply_row(
             mbarrier.arrive(empty.index(slot))
         step += steps
         chunks += 1
-    return acc, step, chunks
+    return acc, scale, step, chunks
 
 
 @gluon.jit

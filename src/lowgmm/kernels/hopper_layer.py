@@ -177,7 +177,7 @@ def consume(
             if STORES and not LATE:
                 row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
                 scale, share = row_values(
-                    scales_x, scales_h, absmax, order, topk_weights, kind, row, end, BM, QMAX, DIRECT, WEIGHT_ON_INPUT
+                    scales_x, scales_h, order, topk_weights, kind, row, end, BM, QMAX, DIRECT, WEIGHT_ON_INPUT
                 )
                 at0, in0 = channels(kind, expert, column, H, I, HALF, 0, ACC, BN, LAYOUT)
                 scale0 = channel_values(w13_scales, w2_scales, kind, at0, in0, QUANTISED, QUANTISED)
@@ -185,11 +185,13 @@ def consume(
                     at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
                     scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
             if DIRECT and kind == DOWN:
-                acc0, step, chunks = multiply_row(
+                acc0, row_scale, step, chunks = multiply_row(
                     h, absmax, hs, ws, full, empty, given, number(rows, at), step, chunks, I, stride,
                     HALF, BM, BN, BK, STAGES, ACC, INT, PROMOTE, QMAX,
                 )  # fmt: skip
                 acc1 = acc0
+                if STORES:
+                    scale = scale + row_scale
             elif SPLIT:
                 acc0, step = multiply_in_turns(xs, ws, full, empty, step, K, HALF, BM, BK, STAGES, ACC, INT, PROMOTE)
                 acc1 = acc0

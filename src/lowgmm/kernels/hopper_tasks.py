@@ -49,7 +49,7 @@ def wait_for(counter, least):
 
 @gluon.jit
 def row_values(
-    scales_x, scales_h, absmax, order, topk_weights, kind, row, end,
+    scales_x, scales_h, order, topk_weights, kind, row, end,
     BM: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     """The scale of each of a tile's rows, and its router weight if that comes before the activation (else 1)."""
@@ -65,10 +65,7 @@ def row_values(
             if not DIRECT:
                 slot = gl.load(order + rm, mask=rm < end, other=0)
             share = gl.load(topk_weights + slot, mask=rm < end, other=0.0).to(gl.float32)
-    elif DIRECT:
-        bits = gl.load(absmax + rm, mask=rm < end, other=0, volatile=True)
-        scale = scales_of(bits.to(gl.float32, bitcast=True), QMAX)[1]
-    elif QMAX > 0:
+    elif QMAX > 0 and not DIRECT:  # there it comes from multiply_row
         scale = gl.load(scales_h + rm, mask=rm < end, other=0.0, volatile=True)  # other programs have just written it
     return scale, share
 
