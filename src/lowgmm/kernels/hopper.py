@@ -27,11 +27,8 @@ from lowgmm.relaunch import Relauncher, descriptor
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
-LANES = gl.constexpr(32)
-"""Groups that a warp looks at together."""
-
-BAND = gl.constexpr(8)
-"""As in ``kernels/tiles.py``."""
+LANES = gl.constexpr(32)  # groups that a warp looks at together
+BAND = gl.constexpr(8)  # as in kernels/tiles.py
 
 
 @gluon.jit
@@ -69,9 +66,15 @@ def seek(offsets, tile, base, first, sums, M, E, tiles_n, BM: gl.constexpr):
         first += LANES
         sums = count(offsets, first, M, E, tiles_n, BM)
         end = base + gl.max(sums, 0)
-    before = sums <= tile - base
-    expert = first + gl.sum(before.to(gl.int32), 0)
-    return base, first, sums, end, expert, tile - base - gl.max(gl.where(before, sums, 0), 0)
+    expert, local = among(sums, tile - base)
+    return base, first, sums, end, first + expert, local
+
+
+@gluon.jit
+def among(sums, tile):
+    """Which of 32 groups holds tile number ``tile`` (32: none), and its number within that group."""
+    before = sums <= tile
+    return gl.sum(before.to(gl.int32), 0), tile - gl.max(gl.where(before, sums, 0), 0)
 
 
 @gluon.jit
@@ -144,8 +147,7 @@ def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.cons
 @gluon.jit
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-    BYTES: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
     rows, _ends, columns, experts, _sx = box
@@ -202,6 +204,12 @@ def begin(
 
 
 @gluon.jit
+def following(slot, phase, STAGES: gl.constexpr):
+    wraps = slot == STAGES - 1
+    return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
 def multiply(
     xs, ws, full, empty, acc0, acc1, step, K,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
@@ -209,43 +217,47 @@ def multiply(
 ):  # fmt: skip
     """A warpgroup's one or two blocks of 64 channels times the tile's rows, over all of K: accumulators [64, BM].
 
-    ``acc0`` and ``acc1`` come from ``begin``. ``step`` counts the slots of the ring used before this tile.
+    ``acc0`` and ``acc1`` come from ``begin``; ``step`` counts the slots of the ring used before this tile. No slot is
+    waited for that is not this tile's.
     """
-    TWO: gl.constexpr = BN == 256
     MINE: gl.constexpr = BN // 128
+    PARTS: gl.constexpr = BK // 128 * MINE
+    slot, phase = step % STAGES, (step // STAGES) & 1
+    before = slot
     if PROMOTE:
-        for _ in range(0, K, BK):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+        for k in range(0, K, BK):
+            next_slot, next_phase = following(slot, phase, STAGES)
             # Hopper's FP8 accumulators keep 14 bits: fresh ones every 128 of K, added in FP32 registers. Asking
             # warpgroup_mma to promote would make it wait after every instruction instead of every fourth.
             zero = gl.full([64, BM], 0, gl.float32, ACC)
-            for i in gl.static_range(BK // 128):
-                b = xs.index(slot).slice(i * 128, 128, dim=1).permute((1, 0))
-                a = ws.index(slot * MINE).slice(i * 128, 128, dim=1)
+            for i in gl.static_range(PARTS):
+                a = ws.index(slot * MINE + i % MINE).slice(i // MINE * 128, 128, dim=1)
+                b = xs.index(slot).slice(i // MINE * 128, 128, dim=1).permute((1, 0))
                 part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                acc0 += warpgroup_mma_wait(0, deps=[part])
-                if TWO:
-                    a = ws.index(slot * MINE + 1).slice(i * 128, 128, dim=1)
-                    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                    acc1 += warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(slot))
-            step += 1
+                if i == PARTS - 1:  # so that only these sums are added between this step's products and the next's
+                    mbarrier.wait(full.index(next_slot), next_phase, pred=k + BK < K)
+                part = warpgroup_mma_wait(0, deps=[part])
+                if i == PARTS - 1:
+                    mbarrier.arrive(empty.index(slot))
+                if i % MINE == 0:
+                    acc0 += part
+                else:
+                    acc1 += part
+            slot, phase = next_slot, next_phase
     else:
-        step += 1
         for _ in range(BK, K, BK):
-            slot = step % STAGES
-            mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+            slot, phase = following(slot, phase, STAGES)
+            mbarrier.wait(full.index(slot), phase)
             acc0, acc1 = products(xs, ws, slot, acc0, acc1, BN, False)
             # The products of the step before are done: its operands may be overwritten.
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-            step += 1
-        if TWO:
+            mbarrier.arrive(empty.index(before))
+            before = slot
+        if MINE == 2:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return acc0, acc1, step
+        mbarrier.arrive(empty.index(before))
+    return acc0, acc1, step + gl.cdiv(K, BK)
 
 
 @gluon.jit
@@ -367,8 +379,7 @@ def hopper_kernel(
     )  # fmt: skip
 
 
-BOXES = 4
-"""Tiles found ahead: more than the ring of operands can hold where tiles are short."""
+BOXES = 4  # tiles found ahead: more than the ring of operands can hold where tiles are short
 
 
 def hopper_mm(
@@ -398,15 +409,7 @@ def hopper_mm(
         (
             descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
             descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
-            out,
-            scales_x,
-            scales_w,
-            bias,
-            offsets,
-            ticket,
-            M,
-            *integers,
-            *constants,
+            *(out, scales_x, scales_w, bias, offsets, ticket, M, *integers, *constants),
         ),
         num_warps=4,
         launch_pdl=True,
@@ -415,18 +418,13 @@ def hopper_mm(
 
 @functools.lru_cache(maxsize=1024)
 def _constants(
-    config: TileConfig,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    promote: bool,
-    scaled_x: bool,
-    scaled_w: bool,
-    biased: bool,
+    config: TileConfig, dtype: torch.dtype, out_dtype: torch.dtype, *flags: bool
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
-    """The operands' layout in shared memory, and the kernel's compile-time arguments. Kept: they take 8 µs to make."""
+    """The operands' layout in shared memory, and the kernel's compile-time arguments, of which ``flags`` are those from
+    PROMOTE on. Kept: they take 8 µs to make."""
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, out_dtype))
     tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, out)
-    return layout, (*tile, dtype == torch.int8, promote, scaled_x, scaled_w, biased)
+    return layout, (*tile, dtype == torch.int8, *flags)
 
 
 _launch = Relauncher(hopper_kernel)

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from lowgmm.kernels.hopper_write import turn, write
 from lowgmm.kernels.moe_tiles import activate
@@ -46,7 +50,7 @@ def wait_for(counter, least):
 @gluon.jit
 def row_values(
     scales_x, scales_h, order, topk_weights, kind, row, end,
-    BM: gl.constexpr, QUANTISED: gl.constexpr, WEIGHTED: gl.constexpr,
+    BM: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     """The scale of each of a tile's rows, and its router weight if that comes before the activation (else 1)."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -54,12 +58,14 @@ def row_values(
     scale = gl.full([BM], 0, gl.float32, LINE)
     share = gl.full([BM], 1, gl.float32, LINE)
     if kind == UP:
-        if QUANTISED:
+        if QMAX > 0:
             scale = gl.load(scales_x + rm, mask=rm < end, other=0.0)
         if WEIGHTED:
-            slot = gl.load(order + rm, mask=rm < end, other=0)
+            slot = rm
+            if not DIRECT:
+                slot = gl.load(order + rm, mask=rm < end, other=0)
             share = gl.load(topk_weights + slot, mask=rm < end, other=0.0).to(gl.float32)
-    elif QUANTISED:
+    elif QMAX > 0 and not DIRECT:  # there it comes from multiply_row
         scale = gl.load(scales_h + rm, mask=rm < end, other=0.0, volatile=True)  # other programs have just written it
     return scale, share
 
@@ -134,15 +140,23 @@ def multiply_in_turns(
     for i in range(HALF, steps, 2):
         slot = (step + i) % STAGES
         mbarrier.wait(full.index(slot), ((step + i) // STAGES) & 1)
-        a, b = ws.index(slot), xs.index(slot).permute((1, 0))
-        if PROMOTE:
-            part = warpgroup_mma(a, b, gl.full([64, BM], 0, DTYPE, ACC), use_acc=False, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=[part])
-        else:
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = add_product(acc, ws.index(slot), xs.index(slot), BM, BK, ACC, PROMOTE)
         mbarrier.arrive(empty.index(slot))
     return acc, step + steps
+
+
+@gluon.jit
+def add_product(acc, w, x, BM: gl.constexpr, BK: gl.constexpr, ACC: gl.constexpr, PROMOTE: gl.constexpr):
+    """acc [64, BM] + w [64, BK] · x [BM, BK]ᵀ, finished."""
+    if PROMOTE:
+        for i in gl.static_range(BK // 128):
+            a, b = w.slice(i * 128, 128, dim=1), x.slice(i * 128, 128, dim=1).permute((1, 0))
+            part = warpgroup_mma(a, b, gl.full([64, BM], 0, gl.float32, ACC), use_acc=False, is_async=True)
+            acc += warpgroup_mma_wait(0, deps=[part])
+    else:
+        acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc
 
 
 @gluon.jit

@@ -10,11 +10,10 @@ from triton.experimental.gluon import language as gl
 def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.constexpr):
     """Those of 64 channels of an [E, N] tensor of scales or biases; zeros where there is none."""
     rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
+    value = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
     if USED:
-        result = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
-    else:
-        result = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
-    return result
+        value = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
+    return value
 
 
 @gluon.jit
