@@ -222,20 +222,23 @@ def keep(
     value, h, absmax, out, row, end, column, I, stride, BM: gl.constexpr, QUANTISED: gl.constexpr
 ):  # fmt: skip
     """Write 64 columns of h, rounded once, and raise the absmax of their rows."""
-    write(turn(value, out), h, row, end, column, I, stride, BM)
+    v = turn(value, out)
+    write(v, h, row, end, column, I, stride, BM)
     if QUANTISED:
-        # Read once more, with as few threads to a row as there are: no shuffles between them where BM = 128.
-        PER_WORD: gl.constexpr = 32 // out.dtype.primitive_bitwidth
-        WORDS: gl.constexpr = 64 // PER_WORD
-        ACROSS: gl.constexpr = 128 // BM
-        LINES: gl.constexpr = gl.BlockedLayout([1, WORDS // ACROSS], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
-        words = out._reinterpret(gl.int32, [BM, WORDS], gl.NVMMASharedLayout(128, 32, rank=2)).load(LINES)
-        if column + 64 <= I:
-            raise_absmax(absmax, words, row, end, 1, PER_WORD == 2)
+        PAIRS: gl.constexpr = out.dtype.primitive_bitwidth == 16
+        if PAIRS:
+            # Read once more, with as few threads to a row as there are: no shuffles between them where BM = 128.
+            ACROSS: gl.constexpr = 128 // BM
+            LINES: gl.constexpr = gl.BlockedLayout([1, 32 // ACROSS], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+            words = out._reinterpret(gl.int32, [BM, 32], gl.NVMMASharedLayout(128, 32, rank=2)).load(LINES)
         else:
-            rn = column + PER_WORD * gl.arange(0, WORDS, layout=gl.SliceLayout(0, LINES))
-            words = gl.where(gl.expand_dims(rn < I, 0), words, 0)
-            raise_absmax(absmax, words, row, end, 1, PER_WORD == 2)
+            words = v.to(gl.int32, bitcast=True)
+        if column + 64 <= I:
+            raise_absmax(absmax, words, row, end, 1, PAIRS)
+        else:
+            WORDS: gl.constexpr = words.shape[1]
+            rn = column + 64 // WORDS * gl.arange(0, WORDS, layout=gl.SliceLayout(0, words.type.layout))
+            raise_absmax(absmax, gl.where(gl.expand_dims(rn < I, 0), words, 0), row, end, 1, PAIRS)
 
 
 @gluon.jit
