@@ -23,9 +23,7 @@ def sum_slots(
     The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is. With PDL only y may still be in the
     making when this is called.
     """
-    rows: Any = ()
-    shares: Any = ()
-    locals: Any = ()
+    rows, shares, locals = (), (), ()
     for a in tl.static_range(A):
         e = tl.load(ids + t * A + a)
         local = (e >= 0) & (e < E)
@@ -35,7 +33,7 @@ def sum_slots(
         share = 1.0
         if not WEIGHT_ON_INPUT:
             share = tl.where(local, tl.load(topk_weights + t * A + a).to(tl.float32), 0.0)
-        rows, shares, locals = rows + (row,), shares + (share,), locals + (local,)  # noqa: RUF005  (for Triton)
+        rows, shares, locals = rows + (row,), shares + (share,), locals + (local,)  # type: ignore[assignment]  # noqa: RUF005
     if PDL:
         gdc_wait()
     total = tl.zeros(n.shape, dtype=tl.float32)
