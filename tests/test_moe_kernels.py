@@ -323,6 +323,28 @@ def test_a_wider_intermediate_takes_more_shared_memory(dtype: torch.dtype, gate_
         assert largest.num_stages >= config.num_stages
 
 
+def test_one_token_has_a_launch_of_its_own() -> None:
+    """Of 8-bit weights and a warp's worth of slots; nothing else may ask for it."""
+    text = "direct-16-64x256-128x256-swap-tma-ws-4w5s1p"
+    config = plan.LayerConfig.parse(text)
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        assert str(plan.pick(LayerProblem(1, 8, 128, 2048, 768, dtype), H200)) == text
+        assert plan.supports(LayerProblem(1, 32, 128, 2048, 768, dtype), config, H200) is None
+        for A, T in ((33, 1), (8, 2)):
+            problem = LayerProblem(T, A, 128, 2048, 768, dtype)
+            assert plan.supports(problem, config, H200) is not None
+            picked = plan.pick(problem, H200)
+            assert picked is not None
+            assert picked.launch == "queue"
+    long = plan.pick(LayerProblem(1, 2, 8, 4096, 14336, torch.int8), H200)
+    assert long is not None
+    assert (long.launch, long.down_k) == ("direct", 128)
+    brain = LayerProblem(1, 8, 128, 2048, 768, torch.bfloat16)
+    assert "8-bit" in str(plan.supports(brain, plan.LayerConfig.parse(text.replace("x256", "x128")), H200))
+    wide = plan.LayerConfig.parse("direct-16-128x128-256x128-swap-tma-ws-4w4s1p")
+    assert "down_n of 64 or 128" in str(plan.supports(LayerProblem(1, 8, 128, 2048, 768, torch.int8), wide, H200))
+
+
 def test_a_ring_that_is_too_short_is_refused() -> None:
     """One slot is emptied when the next one is multiplied: it would wait for itself. For tiles of 64 channels see
     tests/test_hopper_protocol.py."""
