@@ -22,8 +22,8 @@ MAX_SLOTS = 32
 """Slots of one token that a warp of ``kernels/hopper_layer.py`` looks at together."""
 
 LONG_READ = 24 << 20
-"""Weights of each matrix that one token needs. Above, steps of 128 bytes are quicker than of 256: 34 µs instead of 36 for
-two of DeepSeek's experts, but 25 instead of 23 for eight of OLMoE's."""
+"""Weights of each matrix that one token needs. Above, steps of 128 bytes are quicker than of 256: 34 µs instead of 36
+for two of DeepSeek's experts, but 25 instead of 23 for eight of OLMoE's."""
 
 MAX_BINS = 4094
 """Experts that the counting sort of ``kernels/route.py`` can tell apart."""
