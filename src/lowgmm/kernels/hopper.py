@@ -269,21 +269,27 @@ def consume(
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
     rows, ends, columns, experts, sx = box
     TWO: gl.constexpr = BN == 256
+    LATE: gl.constexpr = PROMOTE and TWO and BM > 32
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
         expert, column = number(experts, at), number(columns, at) * BN + HALF * (BN // 2)
+        # Scales come early, to hide their latency, but behind the first products where the tensor cores would wait for
+        # them. Where promotion leaves no register for them they come last.
+        if BM <= 32:
+            scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
+            scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
-        if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
+        if BM > 32 and not LATE:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         acc0, acc1, step = multiply(xs, ws, full, empty, acc0, acc1, step, K, BM, BN, BK, STAGES, ACC, PROMOTE)
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
-        if PROMOTE and TWO:
+        if LATE:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
         shift = channel_values(bias, expert, column, N, ACC, BIAS)
