@@ -19,7 +19,8 @@ from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
-from lowgmm.relaunch import Relauncher, descriptor
+from lowgmm.relaunch import descriptor
+from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
 
 MAX_ROWS = 64
@@ -48,13 +49,13 @@ def moe_ffn(
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 or fmt is None else torch.float32
     stride = max(width, inner)
-    shared = torch.empty((rows, stride), dtype=between, device=device)
-    second = torch.empty((rows, stride), dtype=values2.dtype, device=device)
+    shared = empty((rows, stride), between, device)
+    second = empty((rows, stride), values2.dtype, device)
     y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
     bm, bn, bk = config.block_m, config.down_n, config.down_k
     blocks = rows // bm + num_experts + 1
-    scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    out = hidden.new_empty((num_tokens, width))
+    scales_x, scales_h = (empty((rows,), torch.float32, device) for _ in range(2))
+    out = empty((num_tokens, width), hidden.dtype, device)
     order, inverse, offsets, zeros = arrange(
         ids, hidden, x, scales_x, num_experts, fmt, spec.clip, 4 + rows + 2 * blocks
     )
@@ -74,35 +75,25 @@ def moe_ffn(
     up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
     written = (y, h, hq, scales_x, scales_h)
     parts = (w13.scales, w2.scales, w13.bias, w2.bias)
-    sizes = (width, inner)
-    strides = (expert_rows, stride)
-    _launch(
+    launch(
+        hopper_layer_kernel,
         _programs(rows, num_experts, width, inner, config, describe(device).sms),
-        (
-            *(device, values2.dtype, between, weights.dtype, config, spec, sizes, strides),
-            *(None if bias is None else bias.dtype for bias in (w13.bias, w2.bias)),
-        ),
-        (*written, *parts, weights),
-        (
-            tiles(x, width, stride, bm),
-            tiles(gate, width, across * width, min(64, bn // 2)),
-            tiles(up, width, across * width, min(64, bn // 2)),
-            tiles(hq, inner, stride, bm),
-            tiles(values2.view(-1), inner, inner, 64),
-            *written,
-            *(absmax, *parts, order, weights, offsets, ticket, ready, rows, num_experts, *sizes, blocks, *strides),
-            *(spec.slope, spec.bound or 0.0),
-            *constants,
-        ),
+        tiles(x, width, stride, bm),
+        tiles(gate, width, across * width, min(64, bn // 2)),
+        tiles(up, width, across * width, min(64, bn // 2)),
+        tiles(hq, inner, stride, bm),
+        tiles(values2.view(-1), inner, inner, 64),
+        *written,
+        *(absmax, *parts, order, weights, offsets, ticket, ready),
+        *(rows, num_experts, width, inner, blocks, expert_rows, stride),
+        *(spec.slope, spec.bound or 0.0),
+        *constants,
         num_warps=4,
         enable_fp_fusion=False,  # the epilogues' roundings are the contract's
         launch_pdl=True,
     )
     combine(y, inverse, ids, weights, out, num_experts, spec, True)
     return out
-
-
-_launch = Relauncher(hopper_layer_kernel)
 
 
 def _programs(rows: int, num_experts: int, width: int, inner: int, config: LayerConfig, sms: int) -> int:
