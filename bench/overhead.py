@@ -84,7 +84,7 @@ def eager(format: str) -> Iterator[dict[str, Any]]:
     def gmm(**more: Any) -> object:
         return lowgmm.gmm(o.x, o.w, o.scales_x, o.scales_w, offsets, **more)
 
-    parts = parts_of(gmm, ops.gmm, ops._gmm, (*given, OUT, False))
+    parts = parts_of(gmm, ops.gmm, (*given, OUT, False))
     parts["whole call, output given"] = host_us(lambda: gmm(output=y))
     parts["through the dispatcher"] = host_us(lambda: torch.ops.lowgmm.gmm(*given, OUT))
     yield from ({"measure": f"eager: {n}", "case": TINY.name, "format": format, "us": us} for n, us in parts.items())
@@ -105,35 +105,32 @@ def eager(format: str) -> Iterator[dict[str, Any]]:
         *(x, up, scales13, None, down, scales2, None, ids, weights, None),
         *("silu", "concatenated", None, None, False, "token", None, IMPL, None),
     )
-    layer = parts_of(lambda: lowgmm.moe_ffn(x, w13, w2, ids, weights), ops_layer.moe_ffn, ops_layer._moe_ffn, arguments)
+    layer = parts_of(lambda: lowgmm.moe_ffn(x, w13, w2, ids, weights), ops_layer.moe_ffn, arguments)
     module = lowgmm.MoEExperts(w13, w2)
     layer["whole call, as a module"] = host_us(lambda: module(x, ids, weights))
     yield from ({"measure": f"layer: {n}", "case": TINY.name, "format": format, "us": us} for n, us in layer.items())
 
 
-def parts_of(
-    call: Callable[[], object], operator: Callable[..., Any], direct: Callable[..., Any], arguments: tuple[Any, ...]
-) -> dict[str, float]:
-    """CPU µs of a call and of its parts. ``operator`` is what the public function calls, ``direct`` what that calls."""
+def parts_of(call: Callable[[], object], operator: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, float]:
+    """CPU µs of a call and of its parts. ``operator`` is what the public function calls."""
     replay.forget()
-    direct(*arguments)
-    plan = next(iter(replay._plans.values()), None)
+    operator(*arguments)
+    plan = next((plan for known in replay._plans.values() for _, plan in known), None)
     parts = {"whole call": host_us(call), "in full, and noted": host_us(lambda: (replay.forget(), call()))}
     if plan is None:
         return parts
     seen: list[tuple[Any, Any]] = []
-    with patched(type(plan), "__call__", lambda plan, tensors, addresses: seen.append((tensors, addresses))):
-        direct(*arguments)
-        found = host_us(lambda: direct(*arguments))
+    with patched(type(plan), "__call__", lambda plan, *given: seen.append(given) or given[0][0]):
+        operator(*arguments)
+        found = host_us(lambda: operator(*arguments)) - host_us(ops.quiet)
     tensors, addresses = seen[0]
     count, stream = len(addresses), plan.stream(plan.index)
     plan(tensors, addresses)  # adds the result's, the scratch memory's and so on
     start = [host_us(prepared(one, stream, addresses)) for one in plan.launches]
-    launch = [host_us(lambda one=one: one(stream, addresses)) for one in plan.launches]
-    given = [t for t in tensors if t is not None]
+    launch = [host_us(functools.partial(one, stream, addresses)) for one in plan.launches]
     parts |= {
         "the public function": parts["whole call"] - host_us(lambda: operator(*arguments)),
-        "is the dispatcher needed": host_us(lambda: ops.plain(*given)),
+        "is the dispatcher needed": host_us(ops.quiet),
         "finding the plan": found,
         "allocations": host_us(lambda: plan.empty(*plan.result))
         + (host_us(lambda: plan.empty(*plan.scratch)) if plan.scratch else 0.0),
@@ -150,9 +147,9 @@ def parts_of(
 def prepared(launch: Any, stream: int, addresses: list[int]) -> Callable[[], object]:
     """A launch whose arguments are ready."""
     seen: list[tuple[Any, ...]] = []
-    with patched(launch, "start", launch.start._replace(function=lambda *arguments: seen.append(arguments))):
+    with patched(launch, "function", lambda *arguments: seen.append(arguments)):
         launch(stream, addresses)
-    return functools.partial(launch.start.function, *seen[0])
+    return functools.partial(launch.function, *seen[0])
 
 
 @contextmanager

@@ -1,11 +1,11 @@
-"""Calls made again by their launches alone: the same as in full, told apart by everything that decides."""
+"""Calls made again by their launches alone: the same as in full."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 import lowgmm
-from lowgmm import ops, relaunch, replay, tune
+from lowgmm import replay, tune
 from lowgmm.relaunch import Start
-from lowgmm.testing import make_operands
 
 
 def floats_at(address: int, count: int) -> Tensor:
@@ -229,174 +228,38 @@ def test_a_refused_call_is_not_remembered(kernel: Kernel):
     assert replay._plans == {}
 
 
-# ---- what tells calls of the operators apart -------------------------------------------------------------------------
+class Sub(Tensor):
+    pass
 
 
-@pytest.fixture
-def kinds(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What calls are told apart by, of every call."""
-    found: list[Any] = []
-    monkeypatch.setattr(replay, "serves", lambda t: True)
-    monkeypatch.setattr(replay, "_plans", {})
-
-    def noted(kind: Any, call: Callable[..., Tensor], arguments: Any, tensors: Any) -> Tensor:
-        found.append(kind)
-        return call(*arguments)
-
-    monkeypatch.setattr(replay, "_noted", noted)
-    return found
-
-
-def gmm_arguments() -> dict[str, Any]:
-    o = make_operands([5, 0, 7], 48, 64, "int8")
-    return {"input": o.x, "weights": o.w, "scales_x": o.scales_x, "scales_w": o.scales_w, "expert_offsets": o.offsets}
-
-
-def strided(t: Tensor) -> Tensor:
-    """The same values, further apart."""
-    wide = torch.zeros(*t.shape[:-1], t.shape[-1] + 64, dtype=t.dtype)
-    wide[..., : t.shape[-1]] = t
-    return wide[..., : t.shape[-1]]
-
-
-BIAS = torch.randn(3, 48)
-GMM_CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "rows": lambda a: {
-        "input": a["input"][:11], "scales_x": a["scales_x"][:11], "expert_offsets": a["expert_offsets"].clamp(max=11),
-    },
-    "channels": lambda a: {"weights": a["weights"][:, :32].clone(), "scales_w": a["scales_w"][:, :32].clone()},
-    "reduction": lambda a: {"input": a["input"][:, :32].contiguous(), "weights": a["weights"][..., :32].contiguous()},
-    "experts": lambda a: {
-        "weights": a["weights"][:2], "scales_w": a["scales_w"][:2], "expert_offsets": a["expert_offsets"][:3],
-    },
-    "stride of the input": lambda a: {"input": strided(a["input"])},
-    "stride of the weights": lambda a: {"weights": strided(a["weights"])},
-    "stride of scales_w": lambda a: {"scales_w": strided(a["scales_w"])},
-    "dtype of scales_x": lambda a: {"scales_x": a["scales_x"].bfloat16()},
-    "dtype of scales_w": lambda a: {"scales_w": a["scales_w"].half()},
-    "dtype of the offsets": lambda a: {"expert_offsets": a["expert_offsets"].long()},
-    "dtype of the input": lambda a: {"input": a["input"].float(), "scales_x": None},
-    "axis of scales_x": lambda a: {"scales_x": a["scales_x"][:, None]},
-    "axis of scales_w": lambda a: {"scales_w": a["scales_w"][..., None]},
-    "no scales_x": lambda a: {"scales_x": None},
-    "no scales_w": lambda a: {"scales_w": None},
-    "bias": lambda a: {"bias": BIAS},
-    "dtype of the bias": lambda a: {"bias": BIAS.half()},
-    "out_dtype": lambda a: {"out_dtype": torch.float32},
-    "output": lambda a: {"output": torch.empty(12, 48, dtype=torch.bfloat16)},
-    "dtype of the output": lambda a: {"output": torch.empty(12, 48)},
-    "stride of the output": lambda a: {"output": torch.empty(12, 64, dtype=torch.bfloat16)[:, :48]},
-    "clip": lambda a: {"input": a["input"].float(), "scales_x": None, "clip": 3.0},
-    "another clip": lambda a: {"input": a["input"].float(), "scales_x": None, "clip": 4.0},
-    "fast_accum": lambda a: {"fast_accum": True},
-    "impl": lambda a: {"impl": "reference"},
-}  # fmt: skip
-
-
-def test_whatever_decides_tells_calls_of_gmm_apart(kinds: list[Any]):
-    for change in (lambda a: {}, *GMM_CHANGES.values()):
-        arguments = gmm_arguments()
-        for _ in range(2):
-            lowgmm.gmm(**arguments | change(arguments))
-    assert kinds[::2] == kinds[1::2], "and nothing else does"
-    assert len(set(kinds)) == 1 + len(GMM_CHANGES)
-
-
-def test_a_configuration_tells_calls_of_gmm_apart(kinds: list[Any], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(ops, "_gmm_into", lambda *a: None)
-    a = gmm_arguments()
-    for config in (None, "16x64x128-swap-queue2-4w3s", "16x64x128-swap-queue2-4w4s"):
-        lowgmm.gmm(**a, config=config)
-    assert len(set(kinds)) == 3
-
-
-def layer_arguments() -> dict[str, Any]:
-    w13, w2 = (lowgmm.quantize(torch.randn(4, *shape), "int8") for shape in ((48, 32), (32, 24)))
-    ids, weights = torch.randint(0, 4, (3, 2)), torch.rand(3, 2)
-    return {"hidden": torch.randn(3, 32), "w13": w13, "w2": w2, "topk_ids": ids, "topk_weights": weights}
-
-
-LAYER_CHANGES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "tokens": lambda a: {name: a[name][:2] for name in ("hidden", "topk_ids", "topk_weights")},
-    "experts per token": lambda a: {name: a[name][:, :1].contiguous() for name in ("topk_ids", "topk_weights")},
-    "stride of hidden": lambda a: {"hidden": strided(a["hidden"])},
-    "dtype of hidden": lambda a: {"hidden": a["hidden"].bfloat16()},
-    "dtype of the ids": lambda a: {"topk_ids": a["topk_ids"].int()},
-    "stride of the ids": lambda a: {"topk_ids": strided(a["topk_ids"])},
-    "dtype of the weights": lambda a: {"topk_weights": a["topk_weights"].half()},
-    "bias_w13": lambda a: {"bias_w13": torch.zeros(4, 48)},
-    "bias_w2": lambda a: {"bias_w2": torch.zeros(4, 32)},
-    "activation": lambda a: {"activation": "gelu"},
-    "gate_up": lambda a: {"gate_up": "interleaved"},
-    "alpha": lambda a: {"activation": "swiglu_oai", "alpha": 1.5},
-    "another alpha": lambda a: {"activation": "swiglu_oai", "alpha": 1.6},
-    "limit": lambda a: {"limit": 2.0},
-    "weight_on_input": lambda a: {"weight_on_input": True},
-    "requantize": lambda a: {"requantize": "group128"},
-    "scales_h": lambda a: {"requantize": "static", "scales_h": torch.ones(4)},
-    "clip": lambda a: {"clip": 2.0},
-    "impl": lambda a: {"impl": "reference", "w13": plain(a["w13"]), "w2": plain(a["w2"])},
+STATES: dict[str, tuple[Callable[[], Any], Callable[[Tensor], Tensor]]] = {
+    "gradients": (nullcontext, lambda t: t.requires_grad_()),
+    "a negative view": (nullcontext, torch._neg_view),
+    "a subclass": (nullcontext, lambda t: t.as_subclass(Sub)),
+    "a parameter": (nullcontext, lambda t: torch.nn.Parameter(t, requires_grad=False)),
+    "another device": (nullcontext, lambda t: torch.empty_like(t, device="meta")),
+    "autocast": (lambda: torch.autocast("cpu"), lambda t: t),
+    "inference": (torch.inference_mode, lambda t: t),
 }
 
 
-def plain(w: lowgmm.QuantTensor) -> lowgmm.QuantTensor:
-    return lowgmm.QuantTensor(w.plain(), w.scales, w.format)
+@pytest.mark.parametrize("state", STATES)
+def test_a_plan_serves_only_what_the_dispatcher_would_do_the_same_with(kernel: Kernel, state: str):
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        out = replay.empty(x.shape, torch.float32, x.device)
+        replay.launch(kernel, 3, x, y, out, x.numel(), 2.0, BLOCK=64)
+        return out
 
+    def again(y: Tensor) -> Tensor | None:
+        return replay.again(call, (x, None, y), ())
 
-def test_whatever_decides_tells_calls_of_moe_ffn_apart(kinds: list[Any]):
-    for change in (lambda a: {}, *LAYER_CHANGES.values()):
-        arguments = layer_arguments()
-        for _ in range(2):
-            lowgmm.moe_ffn(**arguments | change(arguments))
-    layers = [kind for kind in kinds if kind[0].__name__ == "_moe_ffn_new"]
-    assert layers[::2] == layers[1::2]
-    assert len(set(layers)) == 1 + len(LAYER_CHANGES)
-
-
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
-
-
-def test_overlap_is_seen_before_a_replay(kernel: Kernel, monkeypatch: pytest.MonkeyPatch):
-    a = gmm_arguments()
-    output = torch.empty(12, 48, dtype=torch.bfloat16)
-    lowgmm.gmm(**a, output=output)
-    monkeypatch.setattr(replay, "run", lambda *a: pytest.fail("was let through"))
-    over = a["weights"].view(-1)[: 12 * 96].view(torch.bfloat16).view(12, 48)
-    with pytest.raises(lowgmm.shapes.ShapeError, match="overlaps 'weights'"):
-        lowgmm.gmm(**a, output=over)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_hooks_are_honoured():
-    from triton import knobs
-
-    assert not relaunch.hooked()
-    seen: list[Any] = []
-    for hook in (knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook):
-        hook.add(seen.append)
-        try:
-            assert relaunch.hooked()
-        finally:
-            hook.remove(seen.append)
-    assert not relaunch.hooked()
-
-
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-@pytest.mark.parametrize("version", ["3.5.1", "3.8.0", "4.0"])
-def test_no_launcher_is_guessed(monkeypatch: pytest.MonkeyPatch, version: str):
-    import triton
-    from triton.backends.nvidia.driver import CudaLauncher
-
-    run = object.__new__(CudaLauncher)
-    run.__dict__.update(global_scratch_size=0, profile_scratch_size=0, launch=print, launch_cooperative_grid=False)
-    run.__dict__.update(launch_pdl=True)
-    compiled = SimpleNamespace(run=run, function=1, packed_metadata=(4, 1, 0))
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    assert relaunch.start_of(compiled) is not None
-    monkeypatch.setattr(triton, "__version__", version)
-    assert relaunch.start_of(compiled) is None
-    monkeypatch.setattr(triton, "__version__", "3.6.0")
-    run.global_scratch_size = 128
-    assert relaunch.start_of(compiled) is None, "Triton takes memory at every launch"
-    assert relaunch.start_of(SimpleNamespace(run=print)) is None
-    assert relaunch.start_of(None) is None
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    assert again(y) is None, "nothing is known yet"
+    replay.run(call, (x, y), (x, None, y), ())
+    known = again(y.clone())
+    assert known is not None
+    assert torch.equal(known, x + 2 * y)
+    around, change = STATES[state]
+    with around():
+        assert again(change(y.clone())) is None
+    assert again(y) is not None

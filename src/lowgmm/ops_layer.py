@@ -243,7 +243,11 @@ def _select_experts(
 
 def moe_ffn(*arguments: Any) -> Tensor:
     """``torch.ops.lowgmm.moe_ffn``; without the dispatcher where that would only call :func:`_moe_ffn`."""
-    if ops.plain(*(t for a in arguments for t in (a if isinstance(a, list) else [a]) if isinstance(t, Tensor))):
+    hidden, w13, scales_w13, bias_w13, w2, *others = arguments
+    tensors = (hidden, *w13, scales_w13, bias_w13, *w2, *others[:5])
+    if ops.quiet() and (known := replay.again(_moe_ffn_new, tensors, (len(w13), *others[5:]))) is not None:
+        return known
+    if ops.plain(*tensors):
         return _moe_ffn(*arguments)
     result: Tensor = torch.ops.lowgmm.moe_ffn(*arguments)
     return result

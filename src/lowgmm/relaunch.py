@@ -89,21 +89,26 @@ class Tiles:
         expanded: list[Any] = make_tensordesc_arg(moved, self.meta)
         return expanded
 
-    def at(self, address: int) -> Any:
-        found = _maps.get((self.form, address))
-        if found is None:
-            if len(_maps) >= MOST_MAPS:
-                _maps.clear()
-            found = _maps[self.form, address] = self.expand(address)[0]
-        return found
+    def encode(self, address: int) -> Any:
+        """The tensor map, from now on in ``_maps``."""
+        if len(_maps) >= MOST_MAPS:
+            _maps.clear()
+        made = _maps[self.form, address] = self.expand(address)[0]
+        return made
+
+
+STREAM = 3
+"""Where a launcher takes its stream: behind the grid."""
 
 
 class Launch:
     """A launch that was made, with holes where its addresses were."""
 
     def __init__(self, compiled: Any, start: Start, programs: int, arguments: Sequence[Any], place: Place) -> None:
-        self.compiled, self.start, self.grid = compiled, start, (programs, 1, 1)
-        self.arguments: list[Any] = []
+        self.compiled, (self.function, options, flat) = compiled, start
+        before = [programs, 1, 1, 0, *options]
+        self.nested = None if flat else before
+        self.arguments: list[Any] = before if flat else []
         self.pointers: list[tuple[int, int, int]] = []
         self.tiles: list[tuple[int, int, int, Tiles]] = []
         metas = iter(compiled.metadata.tensordesc_meta or ())
@@ -124,12 +129,15 @@ class Launch:
         for at, which, behind in self.pointers:
             arguments[at] = addresses[which] + behind
         for at, which, behind, tiles in self.tiles:
-            arguments[at] = tiles.at(addresses[which] + behind)
-        function, options, flat = self.start
-        if flat:
-            function(*self.grid, stream, *options, *arguments)
+            address = addresses[which] + behind
+            arguments[at] = _maps.get((tiles.form, address)) or tiles.encode(address)
+        if self.nested is None:
+            arguments[STREAM] = stream
+            self.function(*arguments)
         else:
-            function(*self.grid, stream, *options, arguments)
+            before = self.nested.copy()
+            before[STREAM] = stream
+            self.function(*before, arguments)
 
 
 @functools.cache

@@ -16,7 +16,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
+from functools import reduce
 from itertools import pairwise
+from operator import or_
 from typing import Any
 
 import torch
@@ -34,8 +36,22 @@ PIECE = 512
 MOST = 4096
 """Kinds of calls remembered; then all are forgotten."""
 
-_plans: dict[Hashable, Plan | None] = {}
-_NEW: Any = object()
+KINDS = 16
+"""Most kinds of calls that an operation knows with the same shape of its first tensor and the same options."""
+
+Guard = Callable[..., bool]
+_plans: dict[Hashable, tuple[tuple[Guard, Plan | None], ...]] = {}
+"""Plans, with what tells whether tensors are like those of the call that was noted; None where it had none."""
+
+
+class Absent(Tensor):
+    """Stands for None among tensors: no other is of this type, which guards look at as well."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+ABSENT = tuple(torch.empty(0).as_subclass(Absent) for _ in range(32))
+"""One for every place: guards take no tensor twice."""
 
 
 class _Thread(threading.local):
@@ -64,37 +80,72 @@ def run(
     """
     if not serves(tensors[0]):
         return call(*arguments)
-    if _thread.tape is not None:  # the call around this one cannot say what it launched
+    known, filled, plan = _find(call, tensors, options)
+    if not known and len({*map(id, filled)}) == len(filled) and _addresses(filled) is not None:
+        return _noted(call, arguments, filled, options)
+    result = None if plan is None else _repeat(plan, filled)
+    return call(*arguments) if result is None else result
+
+
+def again(call: Callable[..., Tensor], tensors: Sequence[Tensor | None], options: Sequence[Hashable]) -> Tensor | None:
+    """:func:`run` of a call that is known; None if it is not, or cannot be replayed.
+
+    Knowing it includes that PyTorch's dispatcher would do the same with these tensors as with those that were noted.
+    """
+    if not serves(tensors[0]):
+        return None
+    _, filled, plan = _find(call, tensors, options)
+    return None if plan is None else _repeat(plan, filled)
+
+
+def _key(call: Callable[..., Tensor], filled: list[Tensor], options: Sequence[Hashable]) -> Hashable:
+    return (call, len(filled), filled[0].shape, *options)
+
+
+def _find(
+    call: Callable[..., Tensor], tensors: Sequence[Tensor | None], options: Sequence[Hashable]
+) -> tuple[bool, list[Tensor], Plan | None]:
+    """Is such a call known? The tensors as guards want them. The plan for it, if there is one."""
+    filled = [absent if t is None else t for t, absent in zip(tensors, ABSENT, strict=False)]
+    for guard, plan in _plans.get(_key(call, filled, options), ()):
+        if guard(*filled):
+            return True, filled, plan
+    return False, filled, None
+
+
+def _addresses(filled: list[Tensor]) -> list[int] | None:
+    """The tensors' addresses; None where a launch is not ours to make."""
+    addresses = [*map(Tensor.data_ptr, filled)]
+    return None if reduce(or_, addresses) % ALIGNED or debugging() or hooked() else addresses
+
+
+def _repeat(plan: Plan, filled: list[Tensor]) -> Tensor | None:
+    addresses = _addresses(filled)
+    if addresses is None:
+        return None
+    if _thread.tape is not None:  # the call around this one cannot say what was launched
         _thread.tape.known = False
-    kind = (
-        call,
-        *options,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.device) for t in tensors],
-    )
-    plan = _plans.get(kind, _NEW)
-    if plan is None or debugging() or hooked():
-        return call(*arguments)
-    addresses = [0 if t is None else t.data_ptr() for t in tensors]
-    bits = 0
-    for address in addresses:
-        bits |= address
-    if bits % ALIGNED:
-        return call(*arguments)
-    return plan(tensors, addresses) if plan is not _NEW else _noted(kind, call, arguments, tensors)
+    return plan(filled, addresses)
 
 
 def _noted(
-    kind: Hashable, call: Callable[..., Tensor], arguments: Sequence[Any], tensors: Sequence[Tensor | None]
+    call: Callable[..., Tensor], arguments: Sequence[Any], filled: list[Tensor], options: Sequence[Hashable]
 ) -> Tensor:
     around, tape = _thread.tape, Tape()
     _thread.tape = tape
+    if around is not None:
+        around.known = False
     try:
         result = call(*arguments)
     finally:
         _thread.tape = around
     if len(_plans) >= MOST:
         _plans.clear()
-    _plans[kind] = tape.plan(tensors, result)
+    # What torch.compile guards its code with: exact types, dispatch keys as modes and transforms leave them, dtypes,
+    # devices, sizes, strides, and whether gradients are wanted. A tenth of the time of a look at each.
+    guard = torch._C._dynamo.guards.TensorGuards(*filled, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    key = _key(call, filled, options)
+    _plans[key] = ((guard, tape.plan(filled, result)), *_plans.get(key, ())[: KINDS - 1])
     return result
 
 
@@ -160,11 +211,11 @@ class Tape:
         else:
             self.launches.append((compiled, start, programs, arguments))
 
-    def plan(self, tensors: Sequence[Tensor | None], result: Tensor) -> Plan | None:
+    def plan(self, tensors: Sequence[Tensor], result: Tensor) -> Plan | None:
         """How to do the same for tensors at other addresses; None where that cannot be told."""
         # Addresses come in this order: the tensors', the result's, all scratch memory's, and of what is taken.
         count, scratch = len(tensors), 0
-        spans = [(*byte_span(t), i, 0) for i, t in enumerate(tensors) if t is not None]
+        spans = [(*byte_span(t), i, 0) for i, t in enumerate(tensors) if type(t) is not Absent]
         for t in self.made:
             mine = t is result
             spans.append((*byte_span(t), count if mine else count + 1, 0 if mine else scratch))
@@ -193,7 +244,7 @@ class Plan:
 
     def __init__(
         self,
-        tensors: Sequence[Tensor | None],
+        tensors: Sequence[Tensor],
         result: Tensor,
         written: int,
         scratch: int,
@@ -206,13 +257,12 @@ class Plan:
         self.scratch = ((scratch,), (1,), torch.uint8) if scratch else None
         self.current, self.stream, self.empty = _functions(self.device)
 
-    def __call__(self, tensors: Sequence[Tensor | None], addresses: list[int]) -> Tensor:
+    def __call__(self, tensors: Sequence[Tensor], addresses: list[int]) -> Tensor:
         """Launch; ``addresses``, of the tensors, are added to."""
         if self.current() != self.index:
             with torch.cuda.device(self.device):
                 return self(tensors, addresses)
-        given = None if self.written is None else tensors[self.written]
-        result = self.empty(*self.result) if given is None else given
+        result = self.empty(*self.result) if self.written is None else tensors[self.written]
         addresses.append(result.data_ptr())
         if self.scratch is None:
             addresses.append(0)
