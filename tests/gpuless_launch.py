@@ -197,4 +197,5 @@ if __name__ == "__main__":
     compare("layer, bfloat16", layer(8, quantised=False))
     compare("layer, portable", layer(8, "queue-16-64x128-64x128-swap-tma-4w3s2p"))
     compare("layer, gathered", layer(300, "split-128-64x128-128x128-tma-gather-8w3s1p"))
-    compare("layer, one token", layer(1, "direct-16-16x128-32x128-swap-tma-4w3s2p"))
+    compare("layer, one token", layer(1))
+    compare("layer, one token, portable", layer(1, "direct-16-16x128-32x128-swap-tma-4w3s2p"))

@@ -24,7 +24,7 @@ from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
-from lowgmm.kernels.run_hopper import _constants
+from lowgmm.kernels.run_hopper import WIDTH, _constants
 from lowgmm.kernels.run_layer import constants
 from lowgmm.layer import LayerSpec
 from lowgmm.plan import LayerConfig
@@ -146,7 +146,9 @@ def compile_warp_specialised(
     fmt, element = format_of(dtype), ELEMENT[dtype]
     promote = promote_every(dtype, gpu_of(target)) > 0
     between = torch.float32 if request.get("h_size") == 4 else torch.bfloat16
-    layout, constants = _constants(config, spec, dtype, between, promote, biased, biased)
+    direct = config.launch == "direct"
+    width = min(triton.next_power_of_2(request["H"]), WIDTH) if direct else 0
+    layout, constants = _constants(config, spec, dtype, between, promote, biased, biased, width)
     names = hopper_layer_kernel.arg_names
     constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
     boxes = (config.block_m, min(64, config.down_n // 2), 64)
@@ -160,13 +162,17 @@ def compile_warp_specialised(
         "y": f"*{ELEMENT[between]}",
         "h": f"*{ELEMENT[between]}",
         "hq": f"*{element}",
+        "hidden": "*bf16",
+        "xq": f"*{element}",
+        "ids": "*i64",
     }
     types |= dict.fromkeys(("scales_x", "scales_h", "w13_scales", "w2_scales", "topk_weights"), "*fp32")
     types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready"), "*i32")
-    types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("slope", "bound"), "fp32")
+    types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("clip", "slope", "bound"), "fp32")
     types |= dict.fromkeys(("R", "E", "H", "I", "S", "expert_rows", "stride"), "i32")
     constexprs |= {} if biased else {"w13_bias": None, "w2_bias": None}
     constexprs |= {"w13_scales": None, "w2_scales": None} if fmt is None else {}
+    constexprs |= dict.fromkeys(("order", "offsets") if direct else ("hidden", "xq", "ids"))
     divisible = {"H", "I", "expert_rows", "stride"}
     made = [compile_kernel(hopper_layer_kernel, types, constexprs, target, divisible, GluonASTSource, num_warps=4)]
     if request.get("all"):

@@ -1,238 +1,12 @@
-"""The protocol between the warps and programs of ``kernels/hopper_layer.py``, under random interleavings.
-
-Nothing can run that kernel without a Hopper GPU, so its waits and counters are modelled here, a generator per warp:
-mbarriers with their phases, boxes, the ring, the queue, and the counters of the row blocks. The model checks that a
-consumer finds the operands that it expects, that nobody reads h before it is complete, and that everything ends.
-"""
+"""Tests of ``kernels/hopper_layer.py``'s protocol, by the model of it in hopper_model.py."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Generator
-from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
-Warp = Generator[None, None, None]
-UP, REQUANTISE, DOWN, END = "up", "requantise", "down", "end"
-
-
-class DeadlockError(AssertionError):
-    pass
-
-
-class Barrier:
-    """An mbarrier: ``count`` arrivals end a phase; waiting for a parity passes when a phase of that parity is over."""
-
-    def __init__(self, count: int) -> None:
-        self.count, self.arrived, self.phase = count, 0, 0
-
-    def arrive(self) -> None:
-        self.arrived += 1
-        if self.arrived == self.count:
-            self.arrived, self.phase = 0, self.phase + 1
-
-    def wait(self, parity: int) -> Warp:
-        while self.phase & 1 == parity:
-            yield
-
-
-@dataclass
-class Layer:
-    """A layer as the queue sees it: row blocks with tasks of three kinds, and what is known of them."""
-
-    tasks: list[tuple[str, int]]
-    width: int
-    """Channels of a tile: 64, 128 or 256."""
-    steps: dict[str, int]
-    quantised: bool
-    ups: int
-    """UP tiles of a block."""
-    passes: list[int]
-    """REQUANTISE tasks of each block."""
-    announces: bool = True
-    """An UP tile's announcement does not wait for the next UP tile where another kind of task comes first."""
-    drawn: int = 0
-    ready: list[int] = field(default_factory=list)
-    done: list[int] = field(default_factory=list)
-    written: list[int] = field(default_factory=list)
-    stored: int = 0
-
-    @property
-    def writers(self) -> int:
-        return 1 if self.width <= 128 else 2
-
-
-class Program:
-    def __init__(self, layer: Layer, boxes: int, stages: int) -> None:
-        self.layer, self.boxes, self.stages = layer, boxes, stages
-        self.box: list[tuple[int, str, int]] = [(-1, END, -1)] * boxes
-        self.slot: list[object] = [None] * stages
-        self.posted, self.read = [Barrier(1) for _ in range(boxes)], [Barrier(3) for _ in range(boxes)]
-        self.full = [Barrier(1) for _ in range(stages)]
-        self.empty = [Barrier(1 if layer.width == 64 else 2) for _ in range(stages)]
-        self.passed, self.taken, self.other = Barrier(1), Barrier(1), -1
-        self.warps: list[Warp] = [self.schedule(), self.produce(), self.consume(0), self.consume(1)]
-
-    def schedule(self) -> Warp:
-        at, total = 0, len(self.layer.tasks)
-        while True:
-            ticket = self.layer.drawn
-            self.layer.drawn += 1
-            yield
-            yield from self.read[at % self.boxes].wait(at // self.boxes & 1 ^ 1)
-            kind, block = self.layer.tasks[ticket] if ticket < total else (END, -1)
-            self.box[at % self.boxes] = (ticket, kind, block)
-            self.posted[at % self.boxes].arrive()
-            at += 1
-            if kind == END:
-                return
-
-    def next_box(self, at: int) -> Warp:
-        yield from self.posted[at % self.boxes].wait(at // self.boxes & 1)
-
-    def produce(self) -> Warp:
-        layer, step, at = self.layer, 0, 0
-        while True:
-            yield from self.next_box(at)
-            ticket, kind, block = self.box[at % self.boxes]
-            if kind == END:
-                return
-            self.read[at % self.boxes].arrive()
-            at += 1
-            steps = layer.steps.get(kind, 0)
-            ahead = min(steps, self.stages) if kind == DOWN else 0
-            for i in range(steps):
-                slot = (step + i) % self.stages
-                yield from self.empty[slot].wait((step + i) // self.stages & 1 ^ 1)
-                self.slot[slot] = "weights only" if i < ahead else (ticket, i)
-                yield
-                if i >= ahead:
-                    self.full[slot].arrive()
-                if i == ahead - 1:
-                    need = 2 * layer.passes[block] if layer.quantised else layer.ups * layer.writers
-                    counts = layer.done if layer.quantised else layer.ready
-                    while counts[block] < need:
-                        yield
-                    assert layer.written[block] == layer.ups * layer.writers, "h was read before it was complete"
-                    for j in range(ahead):
-                        self.slot[(step + j) % self.stages] = (ticket, j)
-                        self.full[(step + j) % self.stages].arrive()
-                        yield
-            step += steps
-
-    def multiply(self, ticket: int, steps: int, step: int, half: int) -> Warp:
-        """All steps, each slot emptied after the next; with tiles of 64 channels every other step."""
-        narrow = self.layer.width == 64
-        for i in range(half if narrow else 0, steps, 2 if narrow else 1):
-            slot = (step + i) % self.stages
-            yield from self.full[slot].wait((step + i) // self.stages & 1)
-            assert self.slot[slot] == (ticket, i), "a slot was overwritten, or read too early"
-            yield
-            if narrow:
-                self.empty[slot].arrive()
-            elif i > 0:
-                self.empty[(step + i - 1) % self.stages].arrive()
-        if not narrow:
-            self.empty[(step + steps - 1) % self.stages].arrive()
-
-    def meet(self, ticket: int, half: int, met: int) -> Warp:
-        """The second warpgroup passes something to the first."""
-        if half == 1:
-            yield from self.taken.wait(met & 1 ^ 1)
-            assert self.other == -1
-            self.other = ticket
-            yield
-            self.passed.arrive()
-        else:
-            yield from self.passed.wait(met & 1)
-            assert self.other == ticket
-            self.other = -1
-            yield
-            self.taken.arrive()
-
-    def consume(self, half: int) -> Warp:
-        layer, step, at, met, pending = self.layer, 0, 0, 0, -1
-        yield from self.next_box(at)
-        while True:
-            ticket, kind, block = self.box[at % self.boxes]
-            if pending >= 0 and kind != UP and (layer.announces or kind == END):
-                layer.ready[pending] += 1
-                pending = -1
-                yield
-            if kind == END:
-                return
-            if kind == REQUANTISE:
-                while layer.ready[block] < layer.ups * layer.writers:
-                    yield
-                assert layer.written[block] == layer.ups * layer.writers, "h was quantised before it was complete"
-                layer.done[block] += 1
-            else:
-                stores = layer.width > 64 or half == 0
-                if stores:
-                    yield from self.full[step % self.stages].wait(step // self.stages & 1)
-                yield from self.multiply(ticket, layer.steps[kind], step, half)
-                step += layer.steps[kind]
-                if layer.width == 64:
-                    yield from self.meet(ticket, half, met)
-                    met += 1
-                if pending >= 0:
-                    layer.ready[pending] += 1
-                    pending = -1
-                if kind == UP and layer.width == 128:
-                    yield from self.meet(ticket, half, met)
-                    met += 1
-                    stores = half == 0
-                if stores and kind == UP:
-                    yield
-                    layer.written[block] += 1
-                    pending = block
-                layer.stored += stores
-            assert self.box[at % self.boxes][0] == ticket, "a box was overwritten while it was in use"
-            self.read[at % self.boxes].arrive()
-            at += 1
-            yield from self.next_box(at)
-
-
-def draw(seed: int, width: int, announces: bool = True) -> tuple[Layer, random.Random]:
-    r = random.Random(seed)
-    blocks, ups, downs = r.randint(1, 5), r.randint(1, 3), r.randint(1, 3)
-    passes = [r.randint(1, 3) for _ in range(blocks)]
-    tasks: list[tuple[str, int]] = []
-    quantised = r.random() < 0.7
-    for kind, number in ((UP, [ups] * blocks), (REQUANTISE, passes if quantised else []), (DOWN, [downs] * blocks)):
-        part = [(kind, block) for block, n in enumerate(number) for _ in range(n)]
-        r.shuffle(part)
-        tasks += part
-    zeros = [[0] * blocks for _ in range(3)]
-    steps = {UP: r.randint(1, 6), DOWN: r.randint(1, 6)}
-    return Layer(tasks, width, steps, quantised, ups, passes, announces, 0, *zeros), r
-
-
-def run(layer: Layer, r: random.Random, programs: int, resident: int, boxes: int, stages: int) -> None:
-    """Step warps in random order and at random speeds; at most ``resident`` programs are on the chip at once."""
-    waiting = [Program(layer, boxes, stages) for _ in range(programs)]
-    running: list[Program] = []
-    quiet = 0
-    while running or waiting:
-        while waiting and len(running) < resident:
-            running.append(waiting.pop())
-        program = r.choice(running)
-        warp = r.choice(program.warps)
-        state = (layer.drawn, layer.stored, sum(layer.ready), sum(layer.done), sum(layer.written))
-        if next(warp, END) == END:
-            program.warps.remove(warp)
-            if not program.warps:
-                running.remove(program)
-        quiet = (
-            0
-            if state != (layer.drawn, layer.stored, *map(sum, (layer.ready, layer.done, layer.written)))
-            else quiet + 1
-        )
-        if quiet > 20_000:
-            raise DeadlockError(
-                f"{programs} programs, {resident} resident, {boxes} boxes, {stages} stages: nothing moves"
-            )
+from hopper_model import REQUANTISE, UP, Barrier, DeadlockError, Program, Warp, draw, run
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -254,6 +28,36 @@ def test_everything_ends_and_nobody_reads_too_early(width: int) -> None:
         assert layer.drawn == len(layer.tasks) + programs
 
 
+@pytest.mark.parametrize("width", [64, 128])
+def test_one_token(width: int) -> None:
+    for seed in range(200):
+        layer, r = draw(seed, width, direct=True)
+        programs = r.choice([1, 2, 5, 9])
+        run(layer, r, programs, r.choice([1, 2, programs]), r.choice([1, 2, 4]), r.choice([3, 4]))
+        assert layer.drawn == len(layer.tasks) + programs
+        assert layer.ready == [0] * len(layer.ready)
+        assert set(layer.left.values()) == {2 * layer.downs}
+
+
+def test_a_single_chunk_of_h_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the two warpgroups had one chunk instead of two, one would overwrite what the other still multiplies."""
+    multiply = Program.multiply_row
+
+    def squeezed(self: Program, ticket: int, steps: int, step: int, chunks: int, half: int) -> Warp:
+        class Single(list[object]):
+            def __setitem__(self, at: Any, value: Any) -> None:
+                list.__setitem__(self, at % 2, value)
+                list.__setitem__(self, at % 2 + 2, value)
+
+        if not isinstance(self.chunks, Single):
+            self.chunks = Single(self.chunks)
+        yield from multiply(self, ticket, steps, step, chunks, half)
+
+    monkeypatch.setattr(Program, "multiply_row", squeezed)
+    with pytest.raises(AssertionError, match="a chunk was overwritten"):
+        run_all(60, 128, 4, direct=True)
+
+
 def test_a_late_announcement_is_caught() -> None:
     """If a tile of h were announced only when the next one is multiplied, a program could wait for itself."""
     stuck = 0
@@ -266,18 +70,40 @@ def test_a_late_announcement_is_caught() -> None:
     assert stuck >= 15
 
 
-def run_all(seeds: int, width: int, stages: int) -> None:
+def test_a_look_ahead_into_the_next_tile_is_caught() -> None:
+    """A DOWN tile's operands may wait for what the warpgroup that looks ahead does after this tile."""
+    stuck = 0
+    for seed in range(20):
+        for crosses in (False, True):
+            layer, r = draw(seed, 256, promoted=True, crosses=crosses)
+            try:
+                run(layer, r, 1, 1, 4, 4)
+            except DeadlockError:
+                assert crosses
+                stuck += 1
+    assert stuck == 20
+
+
+def run_all(seeds: int, width: int, stages: int, promoted: bool | None = None, direct: bool = False) -> None:
     for seed in range(seeds):
-        layer, r = draw(seed, width)
+        layer, r = draw(seed, width, promoted=promoted, direct=direct)
         run(layer, r, 2, 2, 4, stages)
 
 
-def test_a_slot_that_is_emptied_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("promoted", [False, True])
+def test_a_slot_that_is_emptied_too_early_is_caught(promoted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """If one warpgroup's arrival emptied a slot that two multiply."""
     init = Barrier.__init__
     monkeypatch.setattr(Barrier, "__init__", lambda self, count: init(self, 1 if count == 2 else count))
-    with pytest.raises(AssertionError):
-        run_all(20, 256, 2)
+    with pytest.raises(AssertionError, match="overwritten"):
+        run_all(20, 256, 2, promoted)
+
+
+def test_a_ring_of_one_slot_is_caught() -> None:
+    """A slot is given back when the next one is full: tune.py wants 2 stages."""
+    for promoted in (False, True):
+        with pytest.raises(DeadlockError):
+            run_all(20, 256, 1, promoted)
 
 
 def test_a_ring_too_short_for_turns_is_caught() -> None:

@@ -15,8 +15,11 @@ from lowgmm.layer import GROUP
 from lowgmm.shapes import UnsupportedError
 
 LAUNCHES = ("direct", "queue", "split")
-"""direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
-combine."""
+"""direct: one token, one launch (warp-specialised: and combine). queue: prepare, both products from one queue, combine.
+split: prepare, gate/up, down, combine."""
+
+MAX_SLOTS = 32
+"""Slots of one token that a warp of ``kernels/hopper_layer.py`` looks at together."""
 
 MAX_BINS = 4094
 """Experts that the counting sort of ``kernels/route.py`` can tell apart."""
@@ -117,6 +120,8 @@ class LayerConfig:
             ring = (self.block_m + self.down_n) * self.down_k * element_size * self.num_stages
             # up, on its way to the warpgroup with the gate; with 64 also the sums of half of the steps
             passed = {64: 2, 128: 1, 256: 0}[self.down_n] * 4 * 64 * self.block_m
+            if self.launch == "direct":
+                passed += 2 * 1024 * self.block_m
             return ring + 2 * 64 * self.block_m * h_size + passed + 16 * self.block_m + 16 * self.num_stages + 768
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
         # The down tile's intermediate arrives as it was written in the queue, whatever the weights have.
@@ -169,14 +174,20 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
 
 def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None:
     """Why a warp-specialised configuration cannot run, of what others can."""
+    size = problem.dtype.itemsize
     if (gpu.backend, gpu.capability) != ("cuda", (9, 0)):
         return f"warp-specialised tiles use Hopper's warpgroup instructions, which {gpu.name} lacks."
     if gpu.interpreted:
         return "Triton's interpreter does not run Gluon, in which the warp-specialised kernel is written."
     if format_of(problem.dtype) is not None and problem.requantize != "token":
         return f"warp-specialised tiles take one scale per row of h, not {problem.requantize!r}."
-    if config.launch != "queue" or config.flags != (True, True, False, False, False, True):
-        return "warp-specialised tiles come as 'queue-…-swap-tma-ws-…' only."
+    if config.launch == "split" or config.flags != (True, True, False, False, False, True):
+        return "warp-specialised tiles come as 'queue-…-swap-tma-ws-…' and 'direct-…-swap-tma-ws-…' only."
+    if config.launch == "direct" and (size > 1 or problem.A > MAX_SLOTS or config.block_m != 16 or config.down_n > 128):
+        return (
+            f"a direct launch of warp-specialised tiles needs 8-bit weights, block_m of 16, down_n of 64 or 128 and "
+            f"A <= {MAX_SLOTS}."
+        )
     if config.num_warps != 4 or config.programs_per_sm != 1:
         return "warp-specialised tiles have 4 warps per warpgroup and one program per SM."
     if config.num_stages < 2:
@@ -189,10 +200,10 @@ def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> st
             "warp-specialised tiles need block_m up to 128 and down_n 128 or 256 (with a gate also 16 and 64), "
             "up_k = down_k, and up_n of half down_n (without a gate, of down_n)."
         )
-    if config.down_n == 64 and (config.down_k * problem.dtype.itemsize != 128 or config.num_stages < 3):
+    if config.down_n == 64 and (config.down_k * size != 128 or config.num_stages < 3):
         # A warpgroup that skips the other's steps would not notice that it is a phase ahead of a shorter ring.
         return "warp-specialised tiles with down_n 64 need up_k and down_k of 128 bytes, and 3 stages."
-    if config.down_k * problem.dtype.itemsize % 128:
+    if config.down_k * size % 128:
         return "warp-specialised tiles need up_k and down_k of a multiple of 128 bytes."
     return None
 
@@ -241,11 +252,12 @@ def _warp_specialised(problem: LayerProblem, gpu: Gpu) -> LayerConfig | None:
     if block_m == 16 and problem.gate_up != "none" and tasks <= gpu.sms // 2:
         down_n, width, most = 64, 128, 16  # where few experts have rows, so that more SMs read weights
     up_n = down_n if problem.gate_up == "none" else down_n // 2
-    for stages in range(most, 1, -1):
-        tiles = (block_m, up_n, width // size, down_n, width // size)
-        config = LayerConfig("queue", *tiles, warp_specialize=True, num_stages=stages, programs_per_sm=1)
-        if supports(problem, config, gpu) is None:
-            return config
+    for launch in ("direct", "queue"):
+        for stages in range(most, 1, -1):
+            tiles = (block_m, up_n, width // size, down_n, width // size)
+            config = LayerConfig(launch, *tiles, warp_specialize=True, num_stages=stages, programs_per_sm=1)
+            if supports(problem, config, gpu) is None:
+                return config
     return None
 
 

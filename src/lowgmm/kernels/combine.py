@@ -16,24 +16,30 @@ from lowgmm.replay import launch
 @triton.jit
 def sum_slots(
     y, inverse, ids, topk_weights, t, n, inside, E, stride,
-    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
+    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert.
 
-    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is.
+    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is. With PDL only y may still be in the
+    making when this is called.
     """
-    total = tl.zeros(n.shape, dtype=tl.float32)
+    rows, shares, locals = (), (), ()
     for a in tl.static_range(A):
         e = tl.load(ids + t * A + a)
         local = (e >= 0) & (e < E)
         row = t * A + a
         if SORTED:
             row = tl.load(inverse + row, mask=local, other=0).to(tl.int64)
-        v = tl.load(y + row * stride + n, mask=inside & local, other=0.0).to(tl.float32)
+        share = 1.0
         if not WEIGHT_ON_INPUT:
-            w = tl.load(topk_weights + t * A + a).to(tl.float32)
-            v = v * tl.where(local, w, 0.0)
-        total += v
+            share = tl.where(local, tl.load(topk_weights + t * A + a).to(tl.float32), 0.0)
+        rows, shares, locals = rows + (row,), shares + (share,), locals + (local,)  # type: ignore[assignment]  # noqa: RUF005
+    if PDL:
+        gdc_wait()
+    total = tl.zeros(n.shape, dtype=tl.float32)
+    for a in tl.static_range(A):
+        v = tl.load(y + rows[a] * stride + n, mask=inside & locals[a], other=0.0).to(tl.float32)
+        total += v * shares[a]
     return total
 
 
@@ -54,12 +60,10 @@ def combine_kernel(
     BLOCK: tl.constexpr,
 ):
     """Grid (T · cdiv(H, BLOCK),): the weighted sum of each token's slots."""
-    if PDL:
-        gdc_wait()
     blocks = tl.cdiv(H, BLOCK)
     t = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, stride_y, A, SORTED, WEIGHT_ON_INPUT)
+    total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, stride_y, A, SORTED, WEIGHT_ON_INPUT, PDL)
     tl.store(out + t * H + n, total.to(out.dtype.element_ty), mask=n < H)
 
 

@@ -22,16 +22,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowgmm.kernels.hopper_write import channel_values, scaled, turn, write
 from lowgmm.relaunch import descriptor
 from lowgmm.replay import launch
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
-LANES = gl.constexpr(32)
-"""Groups that a warp looks at together."""
-
-BAND = gl.constexpr(8)
-"""As in ``kernels/tiles.py``."""
+LANES = gl.constexpr(32)  # groups that a warp looks at together
+BAND = gl.constexpr(8)  # as in kernels/tiles.py
 
 
 @gluon.jit
@@ -69,9 +67,15 @@ def seek(offsets, tile, base, first, sums, M, E, tiles_n, BM: gl.constexpr):
         first += LANES
         sums = count(offsets, first, M, E, tiles_n, BM)
         end = base + gl.max(sums, 0)
-    before = sums <= tile - base
-    expert = first + gl.sum(before.to(gl.int32), 0)
-    return base, first, sums, end, expert, tile - base - gl.max(gl.where(before, sums, 0), 0)
+    expert, local = among(sums, tile - base)
+    return base, first, sums, end, first + expert, local
+
+
+@gluon.jit
+def among(sums, tile):
+    """Which of 32 groups holds tile number ``tile`` (32: none), and its number within that group."""
+    before = sums <= tile
+    return gl.sum(before.to(gl.int32), 0), tile - gl.max(gl.where(before, sums, 0), 0)
 
 
 @gluon.jit
@@ -144,8 +148,7 @@ def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.cons
 @gluon.jit
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-    BYTES: gl.constexpr,
+    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
     rows, _ends, columns, experts, _sx = box
@@ -169,103 +172,93 @@ def produce(
 
 
 @gluon.jit
-def multiply(
-    xs, ws, full, empty, step, K,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
+def products(xs, ws, slot, acc0, acc1, BN: gl.constexpr, FIRST: gl.constexpr):
+    """Ask for a slot's products, and wait for those asked for before. FIRST: they are not added to anything."""
+    b = xs.index(slot).permute((1, 0))
+    acc0 = warpgroup_mma(ws.index(slot * (BN // 128)), b, acc0, use_acc=not FIRST, is_async=True)
+    if BN == 256:
+        acc1 = warpgroup_mma(ws.index(slot * 2 + 1), b, acc1, use_acc=not FIRST, is_async=True)
+        acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
+    else:
+        acc0 = warpgroup_mma_wait(1, deps=[acc0])
+    return acc0, acc1
+
+
+@gluon.jit
+def begin(
+    xs, ws, full, step,
+    BM: gl.constexpr, BN: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
     INT: gl.constexpr, PROMOTE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup's one or two blocks of 64 channels times the tile's rows, over all of K: accumulators [64, BM].
+    """Wait for a tile's first operands and ask for their products, which only ``multiply`` may look at.
 
-    ``step`` counts the slots of the ring used so far,.
+    What is done between the two the tensor cores do not wait for. (Sums that are promoted begin in ``multiply``.)
     """
-    TWO: gl.constexpr = BN == 256
-    MINE: gl.constexpr = BN // 128
     DTYPE: gl.constexpr = gl.int32 if INT else gl.float32
     acc0 = gl.full([64, BM], 0, DTYPE, ACC)
     acc1 = acc0
-    for k in range(0, K, BK):
-        slot = step % STAGES
-        mbarrier.wait(full.index(slot), (step // STAGES) & 1)
-        if PROMOTE:
+    slot = step % STAGES
+    mbarrier.wait(full.index(slot), (step // STAGES) & 1)
+    if not PROMOTE:
+        acc0, acc1 = products(xs, ws, slot, acc0, acc1, BN, True)
+    return acc0, acc1
+
+
+@gluon.jit
+def following(slot, phase, STAGES: gl.constexpr):
+    wraps = slot == STAGES - 1
+    return gl.where(wraps, 0, slot + 1), phase ^ wraps.to(gl.int32)
+
+
+@gluon.jit
+def multiply(
+    xs, ws, full, empty, acc0, acc1, step, K,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,
+    PROMOTE: gl.constexpr,
+):  # fmt: skip
+    """A warpgroup's one or two blocks of 64 channels times the tile's rows, over all of K: accumulators [64, BM].
+
+    ``acc0`` and ``acc1`` come from ``begin``; ``step`` counts the slots of the ring used before this tile. No slot is
+    waited for that is not this tile's.
+    """
+    MINE: gl.constexpr = BN // 128
+    PARTS: gl.constexpr = BK // 128 * MINE
+    slot, phase = step % STAGES, (step // STAGES) & 1
+    before = slot
+    if PROMOTE:
+        for k in range(0, K, BK):
+            next_slot, next_phase = following(slot, phase, STAGES)
             # Hopper's FP8 accumulators keep 14 bits: fresh ones every 128 of K, added in FP32 registers. Asking
             # warpgroup_mma to promote would make it wait after every instruction instead of every fourth.
-            zero = gl.full([64, BM], 0, DTYPE, ACC)
-            for i in gl.static_range(BK // 128):
-                b = xs.index(slot).slice(i * 128, 128, dim=1).permute((1, 0))
-                a = ws.index(slot * MINE).slice(i * 128, 128, dim=1)
+            zero = gl.full([64, BM], 0, gl.float32, ACC)
+            for i in gl.static_range(PARTS):
+                a = ws.index(slot * MINE + i % MINE).slice(i // MINE * 128, 128, dim=1)
+                b = xs.index(slot).slice(i // MINE * 128, 128, dim=1).permute((1, 0))
                 part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                acc0 += warpgroup_mma_wait(0, deps=[part])
-                if TWO:
-                    a = ws.index(slot * MINE + 1).slice(i * 128, 128, dim=1)
-                    part = warpgroup_mma(a, b, zero, use_acc=False, is_async=True)
-                    acc1 += warpgroup_mma_wait(0, deps=[part])
-            mbarrier.arrive(empty.index(slot))
-        else:
-            b = xs.index(slot).permute((1, 0))
-            acc0 = warpgroup_mma(ws.index(slot * MINE), b, acc0, is_async=True)
-            if TWO:
-                acc1 = warpgroup_mma(ws.index(slot * MINE + 1), b, acc1, is_async=True)
-                acc0, acc1 = warpgroup_mma_wait(2, deps=[acc0, acc1])
-            else:
-                acc0 = warpgroup_mma_wait(1, deps=[acc0])
+                if i == PARTS - 1:  # so that only these sums are added between this step's products and the next's
+                    mbarrier.wait(full.index(next_slot), next_phase, pred=k + BK < K)
+                part = warpgroup_mma_wait(0, deps=[part])
+                if i == PARTS - 1:
+                    mbarrier.arrive(empty.index(slot))
+                if i % MINE == 0:
+                    acc0 += part
+                else:
+                    acc1 += part
+            slot, phase = next_slot, next_phase
+    else:
+        for _ in range(BK, K, BK):
+            slot, phase = following(slot, phase, STAGES)
+            mbarrier.wait(full.index(slot), phase)
+            acc0, acc1 = products(xs, ws, slot, acc0, acc1, BN, False)
             # The products of the step before are done: its operands may be overwritten.
-            mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES), pred=k > 0)
-        step += 1
-    if not PROMOTE:
-        if TWO:
+            mbarrier.arrive(empty.index(before))
+            before = slot
+        if MINE == 2:
             acc0, acc1 = warpgroup_mma_wait(0, deps=[acc0, acc1])
         else:
             acc0 = warpgroup_mma_wait(0, deps=[acc0])
-        mbarrier.arrive(empty.index((step + STAGES - 1) % STAGES))
-    return acc0, acc1, step
-
-
-@gluon.jit
-def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.constexpr):
-    """Those of 64 channels of an [E, N] tensor of scales or biases; zeros where there is none."""
-    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(1, ACC))
-    if USED:
-        result = gl.load(values + (expert.to(gl.int64) * N + rn), mask=rn < N, other=0.0).to(gl.float32)
-    else:
-        result = gl.full([64], 0, gl.float32, gl.SliceLayout(1, ACC))
-    return result
-
-
-@gluon.jit
-def scaled(
-    acc, sx, scale_w, shift,
-    ACC: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
-    """The arithmetic of ``tiles.store`` on an accumulator [64, BM]."""
-    value = acc
-    if SCALED_W or SCALED_X or BIAS:
-        value = value.to(gl.float32)
-    if SCALED_W:
-        value = value * gl.expand_dims(scale_w, 1)
-    if SCALED_X:
-        value = value * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
-    if BIAS:
-        value = value + gl.expand_dims(shift, 1)
-    return value
-
-
-@gluon.jit
-def turn(value, out):
-    """[64, BM] -> [BM, 64] in ``out``'s dtype, through ``out`` in shared memory.
-
-    Channels lie side by side in memory, rows side by side in the accumulator.
-    """
-    out.permute((1, 0)).store(value.to(out.dtype))
-    return out.load(gl.BlockedLayout([1, 8], [4, 8], [gl.num_warps(), 1], [1, 0]))
-
-
-@gluon.jit
-def write(value, y, row, end, column, N, stride_ym, BM: gl.constexpr):
-    WIDE: gl.constexpr = value.type.layout
-    rm = row + gl.arange(0, BM, layout=gl.SliceLayout(1, WIDE))
-    rn = column + gl.arange(0, 64, layout=gl.SliceLayout(0, WIDE))
-    at = gl.expand_dims(rm.to(gl.int64) * stride_ym, 1) + gl.expand_dims(rn, 0)
-    gl.store(y + at, value, mask=gl.expand_dims(rm < end, 1) & gl.expand_dims(rn < N, 0))
+        mbarrier.arrive(empty.index(before))
+    return acc0, acc1, step + gl.cdiv(K, BK)
 
 
 @gluon.jit
@@ -283,10 +276,11 @@ def consume(
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
         expert, column = number(experts, at), number(columns, at) * BN + HALF * (BN // 2)
+        acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
         if not (PROMOTE and TWO):  # early, to hide their latency; in that case no register is left for them
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
-        acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
+        acc0, acc1, step = multiply(xs, ws, full, empty, acc0, acc1, step, K, BM, BN, BK, STAGES, ACC, PROMOTE)
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
@@ -386,8 +380,7 @@ def hopper_kernel(
     )  # fmt: skip
 
 
-BOXES = 4
-"""Tiles found ahead: more than the ring of operands can hold where tiles are short."""
+BOXES = 4  # tiles found ahead: more than the ring of operands can hold where tiles are short
 
 
 def hopper_mm(
@@ -424,15 +417,10 @@ def hopper_mm(
 
 @functools.lru_cache(maxsize=1024)
 def _constants(
-    config: TileConfig,
-    dtype: torch.dtype,
-    out_dtype: torch.dtype,
-    promote: bool,
-    scaled_x: bool,
-    scaled_w: bool,
-    biased: bool,
+    config: TileConfig, dtype: torch.dtype, out_dtype: torch.dtype, *flags: bool
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
-    """The operands' layout in shared memory, and the kernel's compile-time arguments. Kept: they take 8 µs to make."""
+    """The operands' layout in shared memory, and the kernel's compile-time arguments, of which ``flags`` are those from
+    PROMOTE on. Kept: they take 8 µs to make."""
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, out_dtype))
     tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, out)
-    return layout, (*tile, dtype == torch.int8, promote, scaled_x, scaled_w, biased)
+    return layout, (*tile, dtype == torch.int8, *flags)

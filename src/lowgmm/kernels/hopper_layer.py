@@ -10,7 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowgmm.kernels.hopper import count, load_block, multiply, number, place, seek, turn, write
+from lowgmm.kernels.hopper import begin, load_block, multiply, number
+from lowgmm.kernels.hopper_direct import CHUNK, clear, leave, multiply_row, quantise_token
+from lowgmm.kernels.hopper_queue import schedule
 from lowgmm.kernels.hopper_tasks import (
     DOWN,
     PASS,
@@ -29,65 +31,8 @@ from lowgmm.kernels.hopper_tasks import (
     scaled,
     wait_for,
 )
+from lowgmm.kernels.hopper_write import turn, write
 from lowgmm.kernels.moe_tiles import activate
-
-
-@gluon.jit
-def hand_out(
-    offsets, ticket, box, posted, read, R, E, tiles_n, tile, done, passed,
-    BM: gl.constexpr, ROWS: gl.constexpr, KIND: gl.constexpr, BOXES: gl.constexpr,
-):  # fmt: skip
-    """Post this program's tasks of one kind, ROWS rows high, and the row block (of BM rows) that each belongs to.
-
-    ``tile`` counts from the kind's first task; ``passed`` is how many all kinds before have.
-    """
-    rows, ends, columns, experts, kinds, blocks = box
-    one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    base, first = tile * 0, tile * 0
-    sums = count(offsets, first, R, E, tiles_n, ROWS)
-    base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, R, E, tiles_n, ROWS)
-    while expert < E:
-        start, row, end, column = place(offsets, expert, local, R, E, tiles_n, ROWS)
-        # Blocks are numbered so that no two experts share a number, without counting those of the experts before.
-        block = (row - (row - start) % BM) // BM + expert
-        at = done % BOXES
-        mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
-        rows.index(at).store(one * row)
-        ends.index(at).store(one * end)
-        columns.index(at).store(one * column)
-        experts.index(at).store(one * expert)
-        kinds.index(at).store(one * KIND)
-        blocks.index(at).store(one * block)
-        mbarrier.arrive(posted.index(at))
-        done += 1
-        tile = gl.atomic_add(ticket, 1, sem="relaxed") - passed
-        base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, R, E, tiles_n, ROWS)
-    return tile - total, done, passed + total
-
-
-@gluon.jit
-def schedule(
-    offsets, ticket, box, posted, read, R, E, tiles1, passes, tiles2,
-    BM: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, QUANTISED: gl.constexpr,
-):  # fmt: skip
-    """One warp: draw tasks from the queue and post them, up to BOXES ahead."""
-    # The first one too: a program that has not started must not own a task that others wait for.
-    tile = gl.atomic_add(ticket, 1, sem="relaxed")
-    done, passed = tile * 0, tile * 0
-    tile, done, passed = hand_out(
-        offsets, ticket, box, posted, read, R, E, tiles1, tile, done, passed, BM, BM, UP, BOXES
-    )
-    if QUANTISED:
-        tile, done, passed = hand_out(
-            offsets, ticket, box, posted, read, R, E, passes, tile, done, passed, BM, ROWS, REQUANTISE, BOXES
-        )
-    tile, done, passed = hand_out(
-        offsets, ticket, box, posted, read, R, E, tiles2, tile, done, passed, BM, BM, DOWN, BOXES
-    )
-    one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    mbarrier.wait(read.index(done % BOXES), ((done // BOXES) & 1) ^ 1)
-    box[0].index(done % BOXES).store(one * -1)
-    mbarrier.arrive(posted.index(done % BOXES))
 
 
 @gluon.jit
@@ -110,11 +55,11 @@ def load_gate_up(
 
 @gluon.jit
 def produce(
-    x, w_gate, w_up, h, w2, ready, xs, ws0, ws1, box, full, empty, posted, read,
+    x, w_gate, w_up, h, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, given,
     H, I, S, expert_rows, tiles1, passes,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr, GATED: gl.constexpr, QUANTISED: gl.constexpr,
-    BYTES: gl.constexpr,
+    DIRECT: gl.constexpr, X_BYTES: gl.constexpr, W_BYTES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tasks."""
     rows, ends, columns, experts, kinds, blocks = box
@@ -131,9 +76,22 @@ def produce(
             for k in range(0, H, BK):
                 slot = step % STAGES
                 mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), BYTES)
+                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
                 load_gate_up(w_gate, w_up, channel, k, ws0, ws1, full, slot, GATED, BN)
-                tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+                if DIRECT:
+                    mbarrier.wait(given.index(2), 0)
+                    tma.async_copy_global_to_shared(x, [0, k], full.index(slot), xs.index(slot))
+                else:
+                    tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+                step += 1
+        elif kind == DOWN and DIRECT:
+            channel = expert * H + column * BN
+            for k in range(0, I, BK):
+                slot = step % STAGES
+                mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), W_BYTES)
+                for j in gl.static_range(BN // 64):
+                    load_block(w2, channel + 64 * j, k, ws0, ws1, full, slot, j, BN)
                 step += 1
         elif kind == DOWN:
             channel = expert * H + column * BN
@@ -142,7 +100,7 @@ def produce(
             for i in range(0, ahead):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), BYTES)
+                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
             if QUANTISED:
@@ -156,7 +114,7 @@ def produce(
             for i in range(ahead, steps):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), BYTES)
+                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
                 tma.async_copy_global_to_shared(h, [row, i * BK], full.index(slot), xs.index(slot))
@@ -168,13 +126,13 @@ def produce(
 
 @gluon.jit
 def consume(
-    y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order, topk_weights, ready,
-    xs, ws, box, out, vectors, other, partial, full, empty, posted, read, passed, taken,
-    H, I, S, tiles1, stride, slope, bound,
+    hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order, topk_weights,
+    ready, xs, hs, ws, box, out, vectors, other, partial, full, empty, posted, read, passed, taken, given,
+    R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BOXES: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr,
-    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr,
-    CLAMPED: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr,
+    WIDTH: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr, CLAMPED: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr, BIAS1: gl.constexpr, BIAS2: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows; with
@@ -189,7 +147,11 @@ def consume(
     QUANTISED: gl.constexpr = QMAX > 0
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
     # A tile of h is announced when the next one is multiplied: by then its stores need not be waited for.
-    step, done, met, pending = 0, 0, 0, -1
+    LANE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    step, done, met, chunks, pending = 0, 0, 0, 0, -1
+    if DIRECT and HALF == 0:
+        quantise_token(hidden, xq, scales_x, H, R, clip, WIDTH, QMAX)
+        mbarrier.arrive(given.index(2))
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
@@ -197,7 +159,7 @@ def consume(
         if kind != UP:
             pending = announce(ready, pending)
         if kind == REQUANTISE:
-            if QUANTISED:
+            if QUANTISED and not DIRECT:
                 row, end, block = number(rows, at), number(ends, at), number(blocks, at)
                 wait_for(ready + block, tiles1 * WRITERS)
                 stop = gl.minimum(end, row + ROWS)
@@ -209,33 +171,55 @@ def consume(
             if kind == DOWN:
                 K = I
             # Once the tile's first operands are here, everything that their loads waited for can be read as well.
-            if STORES:
+            if DIRECT and kind == DOWN:
+                wait_for(ready + number(blocks, at), tiles1 * WRITERS)
+            elif not SPLIT and not DIRECT:
+                acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
+                if not PROMOTE:
+                    pending = announce(ready, pending)
+            elif STORES:
                 mbarrier.wait(full.index(step % STAGES), (step // STAGES) & 1)
             if STORES and not LATE:
                 row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
                 scale, share = row_values(
-                    scales_x, scales_h, order, topk_weights, kind, row, end, BM, QUANTISED, WEIGHT_ON_INPUT
+                    scales_x, scales_h, order, topk_weights, kind, row, end, BM, QMAX, DIRECT, WEIGHT_ON_INPUT
                 )
                 at0, in0 = channels(kind, expert, column, H, I, HALF, 0, ACC, BN, LAYOUT)
                 scale0 = channel_values(w13_scales, w2_scales, kind, at0, in0, QUANTISED, QUANTISED)
                 if TWO:
                     at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
                     scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
-            if SPLIT:
+            if DIRECT and kind == DOWN:
+                acc0, row_scale, step, chunks = multiply_row(
+                    h, absmax, hs, ws, full, empty, given, number(rows, at), step, chunks, I, stride,
+                    HALF, BM, BN, BK, STAGES, ACC, INT, PROMOTE, QMAX,
+                )  # fmt: skip
+                acc1 = acc0
+                if STORES:
+                    scale = scale + row_scale
+            elif SPLIT:
                 acc0, step = multiply_in_turns(xs, ws, full, empty, step, K, HALF, BM, BK, STAGES, ACC, INT, PROMOTE)
+                acc1 = acc0
+            else:
+                if DIRECT:
+                    acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
+                acc0, acc1, step = multiply(xs, ws, full, empty, acc0, acc1, step, K, BM, BN, BK, STAGES, ACC, PROMOTE)
+            if SPLIT:
                 acc1 = hand_over(acc0, partial, passed, taken, met, HALF, ACC)
                 met += 1
                 if HALF == 0:
                     acc0 += acc1
-            else:
-                acc0, acc1, step = multiply(xs, ws, full, empty, step, K, BM, BN, BK, STAGES, ACC, INT, PROMOTE)
+            if DIRECT:
+                left = gl.full([128], 0, gl.int32, LANE)
+                if kind == DOWN:
+                    left = leave(ready + S, number(blocks, at), LANE)
             if STORES:
                 pending = announce(ready, pending)
                 # Read again rather than kept, and so are the channels: the products need every register.
                 row, end, expert, column = number(rows, at), number(ends, at), number(experts, at), number(columns, at)
                 if LATE:
                     scale, share = row_values(
-                        scales_x, scales_h, order, topk_weights, kind, row, end, BM, QUANTISED, WEIGHT_ON_INPUT
+                        scales_x, scales_h, order, topk_weights, kind, row, end, BM, QMAX, DIRECT, WEIGHT_ON_INPUT
                     )
                 if QUANTISED:
                     sx.store(scale)
@@ -244,15 +228,17 @@ def consume(
                 at0, in0 = channels(kind, expert, column, H, I, HALF, 0, ACC, BN, LAYOUT)
                 if LATE:
                     scale0 = channel_values(w13_scales, w2_scales, kind, at0, in0, QUANTISED, QUANTISED)
-                shift = channel_values(w13_bias, w2_bias, kind, at0, in0, BIAS1, BIAS2)
-                value0 = scaled(acc0, scale0, shift, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
-                value1 = value0
+                shift0 = channel_values(w13_bias, w2_bias, kind, at0, in0, BIAS1, BIAS2)
                 if TWO:
                     at1, in1 = channels(kind, expert, column, H, I, HALF, 1, ACC, BN, LAYOUT)
                     if LATE:
                         scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
-                    shift = channel_values(w13_bias, w2_bias, kind, at1, in1, BIAS1, BIAS2)
-                    value1 = scaled(acc1, scale1, shift, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+                    shift1 = channel_values(w13_bias, w2_bias, kind, at1, in1, BIAS1, BIAS2)
+                # All loads come before what waits for the first.
+                value0 = scaled(acc0, scale0, shift0, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+                value1 = value0
+                if TWO:
+                    value1 = scaled(acc1, scale1, shift1, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
                 column = column * BN + HALF * (BN // 2)
                 if kind == UP:
                     if not GATED:
@@ -283,6 +269,9 @@ def consume(
                     write(turn(value0, out), y, row, end, column, H, stride, BM)
                     if TWO:
                         write(turn(value1, out), y, row, end, column + 64, H, stride, BM)
+            if DIRECT:
+                if kind == DOWN:
+                    clear(ready, absmax, ready + S, number(blocks, at), left, 2 * tiles2 - 1, LANE)
         mbarrier.arrive(read.index(at))
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
@@ -293,16 +282,19 @@ def consume(
     do_not_specialize=["R", "E", "S"], do_not_specialize_on_alignment=["absmax", "order", "offsets", "ready", "ticket"]
 )
 def hopper_layer_kernel(
-    x,  # descriptor [BM, BK] over (R, H): each slot's token, by expert
+    x,  # descriptor [BM, BK] over (R, H): each slot's token, by expert; with DIRECT over (1, H)
     w_gate,  # descriptor [64, BK], with BN = 64 [32, BK]: the gate rows of all experts, expert_rows apart; without a
     # gate all rows
     w_up,  # likewise
     hq_tiles,  # descriptor [BM, BK] over (R, I)
     w2,  # descriptor [64, BK] over (E·H, I)
+    hidden,  # (H,), with DIRECT
+    xq,  # (H,), with DIRECT: what ``x`` describes, written
+    ids,  # (R,), with DIRECT
     y,  # (R, H), row stride ``stride`` like all that are written
     h,  # (R, I), written
-    hq,  # (R, I), written; h if it is not quantised
-    scales_x,  # (R,) float32
+    hq,  # (R, I), written; h if it is not quantised; not used with DIRECT
+    scales_x,  # (R,) float32, with DIRECT written
     scales_h,  # (R,) float32, written
     absmax,  # (R,) int32, zero: bits of the absmax of each row of h
     w13_scales,  # (E, 2I) float32
@@ -321,6 +313,7 @@ def hopper_layer_kernel(
     S,
     expert_rows,
     stride,
+    clip,
     slope,
     bound,
     BM: gl.constexpr,
@@ -333,6 +326,8 @@ def hopper_layer_kernel(
     INT: gl.constexpr,
     PROMOTE: gl.constexpr,
     QMAX: gl.constexpr,  # 0: not quantised
+    DIRECT: gl.constexpr,  # one token: nothing was arranged, and the down tiles quantise h
+    WIDTH: gl.constexpr,  # power of two: columns of the token that are looked at together
     ACTIVATION: gl.constexpr,
     LAYOUT: gl.constexpr,
     CLAMPED: gl.constexpr,
@@ -372,6 +367,11 @@ def hopper_layer_kernel(
         gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
         gl.allocate_shared_memory(gl.int32, [BOXES, 1], FLAT),
     )
+    if DIRECT:
+        hs = gl.allocate_shared_memory(x.dtype, [2 * CHUNK // BK, BM, BK], x.layout)
+    else:
+        hs = xs
+    given = gl.allocate_shared_memory(gl.int64, [3, 1], FLAT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], FLAT)
     posted = gl.allocate_shared_memory(gl.int64, [BOXES, 1], FLAT)
@@ -386,27 +386,32 @@ def hopper_layer_kernel(
         mbarrier.init(read.index(i), count=3)
     mbarrier.init(passed.index(0), count=1)
     mbarrier.init(taken.index(0), count=1)
+    mbarrier.init(given.index(0), count=2)
+    mbarrier.init(given.index(1), count=2)
+    mbarrier.init(given.index(2), count=1)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
-    BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
+    X_BYTES: gl.constexpr = BM * BK * (x.dtype.primitive_bitwidth // 8)
+    W_BYTES: gl.constexpr = BN * BK * (x.dtype.primitive_bitwidth // 8)
     tiles1, tiles2, passes = gl.cdiv(I, UP_N), gl.cdiv(H, BN), gl.cdiv(I, PASS)
     gl.warp_specialize(
         [
-            (consume, (y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
-                       topk_weights, ready, xs, ws0, box, out0, vectors0, other, partial, full, empty, posted, read,
-                       passed, taken, H, I, S, tiles1, stride, slope, bound,
-                       0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
-                       CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
-            (consume, (y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
-                       topk_weights, ready, xs, ws1, box, out1, vectors1, other, partial, full, empty, posted, read,
-                       passed, taken, H, I, S, tiles1, stride, slope, bound,
-                       1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, ACTIVATION, LAYOUT,
-                       CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
-            (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, H, I, S,
-                       expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,
-                       BYTES)),
-            (schedule, (offsets, ticket, box, posted, read, R, E, tiles1, passes, tiles2, BM, ROWS, BOXES, QMAX > 0)),
+            (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
+                       order, topk_weights, ready, xs, hs, ws0, box, out0, vectors0, other, partial, full, empty,
+                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
+                       0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
+                       ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
+            (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
+                       order, topk_weights, ready, xs, hs, ws1, box, out1, vectors1, other, partial, full, empty,
+                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
+                       1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
+                       ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
+            (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, given, H, I,
+                       S, expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,
+                       DIRECT, X_BYTES, W_BYTES)),
+            (schedule, (ids, offsets, ticket, box, posted, read, given, R, E, tiles1, passes, tiles2, gl.cdiv(I, CHUNK),
+                        BM, ROWS, BOXES, QMAX > 0 and not DIRECT, DIRECT)),
         ],
         [4, 1, 1],
         [232, 40, 40],

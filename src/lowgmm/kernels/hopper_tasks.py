@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
-from lowgmm.kernels.hopper import turn, write
+from lowgmm.kernels.hopper_write import turn, write
 from lowgmm.kernels.moe_tiles import activate
 from lowgmm.kernels.quantize import round_to, scales_of
 
@@ -46,7 +50,7 @@ def wait_for(counter, least):
 @gluon.jit
 def row_values(
     scales_x, scales_h, order, topk_weights, kind, row, end,
-    BM: gl.constexpr, QUANTISED: gl.constexpr, WEIGHTED: gl.constexpr,
+    BM: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr, WEIGHTED: gl.constexpr,
 ):  # fmt: skip
     """The scale of each of a tile's rows, and its router weight if that comes before the activation (else 1)."""
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -54,12 +58,14 @@ def row_values(
     scale = gl.full([BM], 0, gl.float32, LINE)
     share = gl.full([BM], 1, gl.float32, LINE)
     if kind == UP:
-        if QUANTISED:
+        if QMAX > 0:
             scale = gl.load(scales_x + rm, mask=rm < end, other=0.0)
         if WEIGHTED:
-            slot = gl.load(order + rm, mask=rm < end, other=0)
+            slot = rm
+            if not DIRECT:
+                slot = gl.load(order + rm, mask=rm < end, other=0)
             share = gl.load(topk_weights + slot, mask=rm < end, other=0.0).to(gl.float32)
-    elif QUANTISED:
+    elif QMAX > 0 and not DIRECT:  # there it comes from multiply_row
         scale = gl.load(scales_h + rm, mask=rm < end, other=0.0, volatile=True)  # other programs have just written it
     return scale, share
 
@@ -134,15 +140,23 @@ def multiply_in_turns(
     for i in range(HALF, steps, 2):
         slot = (step + i) % STAGES
         mbarrier.wait(full.index(slot), ((step + i) // STAGES) & 1)
-        a, b = ws.index(slot), xs.index(slot).permute((1, 0))
-        if PROMOTE:
-            part = warpgroup_mma(a, b, gl.full([64, BM], 0, DTYPE, ACC), use_acc=False, is_async=True)
-            acc += warpgroup_mma_wait(0, deps=[part])
-        else:
-            acc = warpgroup_mma(a, b, acc, is_async=True)
-            acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = add_product(acc, ws.index(slot), xs.index(slot), BM, BK, ACC, PROMOTE)
         mbarrier.arrive(empty.index(slot))
     return acc, step + steps
+
+
+@gluon.jit
+def add_product(acc, w, x, BM: gl.constexpr, BK: gl.constexpr, ACC: gl.constexpr, PROMOTE: gl.constexpr):
+    """acc [64, BM] + w [64, BK] · x [BM, BK]ᵀ, finished."""
+    if PROMOTE:
+        for i in gl.static_range(BK // 128):
+            a, b = w.slice(i * 128, 128, dim=1), x.slice(i * 128, 128, dim=1).permute((1, 0))
+            part = warpgroup_mma(a, b, gl.full([64, BM], 0, gl.float32, ACC), use_acc=False, is_async=True)
+            acc += warpgroup_mma_wait(0, deps=[part])
+    else:
+        acc = warpgroup_mma(w, x.permute((1, 0)), acc, is_async=True)
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc
 
 
 @gluon.jit
@@ -162,6 +176,27 @@ def hand_over(value, cell, passed, taken, met, HALF: gl.constexpr, ACC: gl.const
 
 
 @gluon.jit
+def larger(a, b):
+    """max(|a|, |b|) of each half of a word, a bfloat16: their signs mean nothing, and NaN wins."""
+    return gl.inline_asm_elementwise(
+        "max.NaN.xorsign.abs.bf16x2 $0, $1, $2;", "=r,r,r", [a, b], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def raise_absmax(absmax, words, row, end, AXIS: gl.constexpr, PAIRS: gl.constexpr):
+    """By words along AXIS that are a float32, or two bfloat16, of which the absmax has the bits as a float32."""
+    if PAIRS:
+        words = gl.reduce(words, AXIS, larger)
+        words = gl.maximum((words << 16) & 0x7FFFFFFF, words & 0x7FFF0000)
+    else:
+        # Without their sign floats compare like their bits, and NaN is above all of them.
+        words = gl.max(words & 0x7FFFFFFF, AXIS)
+    rm = row + gl.arange(0, words.shape[0], layout=words.type.layout)
+    gl.atomic_max(absmax + rm, words, mask=rm < end, sem="relaxed")
+
+
+@gluon.jit
 def keep_halves(
     value, other, h, absmax, row, end, column, I, stride, slope, bound,
     BM: gl.constexpr, QUANTISED: gl.constexpr, ACTIVATION: gl.constexpr, CLAMPED: gl.constexpr,
@@ -178,9 +213,8 @@ def keep_halves(
     inside = gl.expand_dims(rn < I, 1) & gl.expand_dims(rm < end, 0)
     gl.store(h + (gl.expand_dims(rm.to(gl.int64) * stride, 0) + gl.expand_dims(rn, 1)), v, mask=inside)
     if QUANTISED:
-        bits = v.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        bits = gl.where(gl.expand_dims(rn < I, 1), bits, 0)
-        gl.atomic_max(absmax + rm, gl.max(bits, 0), mask=rm < end, sem="relaxed")
+        bits = v.to(gl.float32).to(gl.int32, bitcast=True)
+        raise_absmax(absmax, gl.where(gl.expand_dims(rn < I, 1), bits, 0), row, end, 0, False)
 
 
 @gluon.jit
@@ -191,13 +225,20 @@ def keep(
     v = turn(value, out)
     write(v, h, row, end, column, I, stride, BM)
     if QUANTISED:
-        ROWS: gl.constexpr = gl.SliceLayout(1, v.type.layout)
-        rm = row + gl.arange(0, BM, layout=ROWS)
-        rn = column + gl.arange(0, 64, layout=gl.SliceLayout(0, v.type.layout))
-        # Without their sign floats compare like their bits, and NaN is above all of them.
-        bits = v.to(gl.float32).to(gl.int32, bitcast=True) & 0x7FFFFFFF
-        bits = gl.where(gl.expand_dims(rn < I, 0), bits, 0)
-        gl.atomic_max(absmax + rm, gl.max(bits, 1), mask=rm < end, sem="relaxed")
+        PAIRS: gl.constexpr = out.dtype.primitive_bitwidth == 16
+        if PAIRS:
+            # Read once more, with as few threads to a row as there are: no shuffles between them where BM = 128.
+            ACROSS: gl.constexpr = 128 // BM
+            LINES: gl.constexpr = gl.BlockedLayout([1, 32 // ACROSS], [32 // ACROSS, ACROSS], [4, 1], [1, 0])
+            words = out._reinterpret(gl.int32, [BM, 32], gl.NVMMASharedLayout(128, 32, rank=2)).load(LINES)
+        else:
+            words = v.to(gl.int32, bitcast=True)
+        if column + 64 <= I:
+            raise_absmax(absmax, words, row, end, 1, PAIRS)
+        else:
+            WORDS: gl.constexpr = words.shape[1]
+            rn = column + 64 // WORDS * gl.arange(0, WORDS, layout=gl.SliceLayout(0, words.type.layout))
+            raise_absmax(absmax, gl.where(gl.expand_dims(rn < I, 0), words, 0), row, end, 1, PAIRS)
 
 
 @gluon.jit

@@ -246,6 +246,6 @@ def finish_direct(
         if not local:
             tl.store(out + n, tl.zeros(n.shape, dtype=tl.float32).to(out.dtype.element_ty), mask=n < H)
     elif tl.atomic_add(columns_done + n_tile, 1, sem="acq_rel") == A - 1:
-        total = sum_slots(y, done, ids, topk_weights, 0, n, n < H, E, H, A, False, WEIGHT_ON_INPUT)
+        total = sum_slots(y, done, ids, topk_weights, 0, n, n < H, E, H, A, False, WEIGHT_ON_INPUT, False)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < H)
         tl.store(columns_done + n_tile, 0)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -17,11 +19,15 @@ from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.queue import counters
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
 from lowgmm.relaunch import descriptor
 from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
+
+WIDTH = 8192
+"""Columns of a token that a warpgroup holds in registers."""
 
 MAX_ROWS = 64
 """Rows of h that one task quantises, at most: eight 16-byte loads a thread."""
@@ -49,20 +55,26 @@ def moe_ffn(
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 or fmt is None else torch.float32
     stride = max(width, inner)
-    shared = empty((rows, stride), between, device)
-    second = empty((rows, stride), values2.dtype, device)
-    y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
     bm, bn, bk = config.block_m, config.down_n, config.down_k
-    blocks = rows // bm + num_experts + 1
+    direct = config.launch == "direct"
+    shared = empty((rows, stride), between, device)
+    second = empty((1 if direct else rows, stride), values2.dtype, device)
+    y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
+    if direct:  # then an output is written while others still read h
+        h = empty((rows, stride), between, device)
+    blocks = rows if direct else rows // bm + num_experts + 1
     scales_x, scales_h = (empty((rows,), torch.float32, device) for _ in range(2))
     out = empty((num_tokens, width), hidden.dtype, device)
-    order, inverse, offsets, zeros = arrange(
-        ids, hidden, x, scales_x, num_experts, fmt, spec.clip, 4 + rows + 2 * blocks
-    )
-    ticket, absmax, ready = zeros.split((4, rows, 2 * blocks))
+    number = 4 + rows + 2 * blocks
+    order, inverse, offsets = None, None, None
+    if direct:
+        zeros = counters(device, number)
+    else:
+        order, inverse, offsets, zeros = arrange(ids, hidden, x, scales_x, num_experts, fmt, spec.clip, number)
+    ticket, absmax, ready = zeros[:number].split((4, rows, 2 * blocks))
     layout, constants = _constants(
         config, spec, values2.dtype, between, promote_every(values2.dtype, describe(device)) > 0,
-        w13.bias is not None, w2.bias is not None,
+        w13.bias is not None, w2.bias is not None, min(triton.next_power_of_2(width), WIDTH) if direct else 0,
     )  # fmt: skip
 
     def tiles(values: Tensor, columns: int, row_stride: int, block: int) -> Any:
@@ -73,6 +85,7 @@ def moe_ffn(
     across, expert_rows = (2, inner) if spec.gate_up == "interleaved" else (1, values13.shape[1])
     gate = values13.view(-1)
     up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
+    token = (hidden, x, ids) if direct else (None, None, None)
     written = (y, h, hq, scales_x, scales_h)
     parts = (w13.scales, w2.scales, w13.bias, w2.bias)
     launch(
@@ -83,14 +96,15 @@ def moe_ffn(
         tiles(up, width, across * width, min(64, bn // 2)),
         tiles(hq, inner, stride, bm),
         tiles(values2.view(-1), inner, inner, 64),
+        *token,
         *written,
         *(absmax, *parts, order, weights, offsets, ticket, ready),
         *(rows, num_experts, width, inner, blocks, expert_rows, stride),
-        *(spec.slope, spec.bound or 0.0),
+        *(math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0),
         *constants,
         num_warps=4,
         enable_fp_fusion=False,  # the epilogues' roundings are the contract's
-        launch_pdl=True,
+        launch_pdl=not direct,
     )
     combine(y, inverse, ids, weights, out, num_experts, spec, True)
     return out
@@ -111,6 +125,7 @@ def _constants(
     promote: bool,
     biased13: bool,
     biased2: bool,
+    token_width: int,
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
     """The operands' layout in shared memory, and the kernel's compile-time arguments."""
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, between))
@@ -126,6 +141,8 @@ def _constants(
         dtype == torch.int8,
         promote,
         0.0 if fmt is None else fmt.qmax,
+        config.launch == "direct",
+        token_width,
         spec.activation,
         spec.gate_up,
         spec.bound is not None,
