@@ -25,15 +25,17 @@ import lowgmm
 from lowgmm import gpu, ops, ops_layer, relaunch, replay
 from lowgmm.testing import make_operands
 
-folder = tempfile.mkdtemp()
-subprocess.run(
-    ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{Path(triton.__file__).parent}/backends/nvidia/include",
-     str(Path(__file__).with_name("fake_cuda.c")), "-o", f"{folder}/libcuda.so.1"],
-    check=True,
-)  # fmt: skip
-os.symlink("libcuda.so.1", f"{folder}/libcuda.so")
-os.environ["TRITON_LIBCUDA_PATH"] = folder
-cuda = ctypes.CDLL(f"{folder}/libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+
+def fake_driver() -> ctypes.CDLL:
+    """``fake_cuda.c``, where Triton finds it."""
+    folder = tempfile.mkdtemp()
+    source, include = Path(__file__).with_name("fake_cuda.c"), Path(triton.__file__).parent / "backends/nvidia/include"
+    library = f"{folder}/libcuda.so.1"
+    command = ["cc", "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", f"-I{include}", str(source), "-o", library]
+    subprocess.run(command, check=True)
+    os.symlink("libcuda.so.1", f"{folder}/libcuda.so")
+    os.environ["TRITON_LIBCUDA_PATH"] = folder
+    return ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
 class Driver:
@@ -43,13 +45,6 @@ class Driver:
         self.get_current_device = lambda: 0
         self.get_current_target = lambda: GPUTarget("cuda", 90, 32)
         self.get_active_torch_device = lambda: torch.device("cpu")
-
-
-triton.runtime.driver.set_active(Driver())
-gpu.INTERPRETED = gpu.H200  # what a CPU tensor stands for
-ops.check_interpreter = ops_layer.check_interpreter = lambda *args: None
-replay.serves = lambda t: type(t) is Tensor
-replay._functions = lambda device: (lambda: None, lambda index: 7, torch._C._dynamo.guards._empty_strided_cpu)
 
 
 def word(name: str) -> Any:
@@ -118,12 +113,16 @@ def launch_again(self: relaunch.Launch, stream: int, addresses: Any) -> None:
     note(self.compiled, lambda: again(self, stream, addresses))
 
 
-relaunch.Launch.__call__ = launch_again  # type: ignore[method-assign]
-
-
-def patch_launchers() -> None:
+def pretend() -> None:
+    """CPU tensors are a GPU's, and every launch is noted."""
     from lowgmm.kernels import arrange, combine, grouped_mm, hopper, quantize, route, run_hopper, run_layer
 
+    triton.runtime.driver.set_active(Driver())
+    gpu.INTERPRETED = gpu.H200  # what a CPU tensor stands for
+    ops.check_interpreter = ops_layer.check_interpreter = lambda *args: None
+    replay.serves = lambda t: type(t) is Tensor
+    replay._functions = lambda device: (lambda: None, lambda index: 7, torch._C._dynamo.guards._empty_strided_cpu)
+    relaunch.Launch.__call__ = launch_again  # type: ignore[method-assign]
     for module in (arrange, combine, grouped_mm, hopper, quantize, route, run_hopper, run_layer):
         module.launch = lambda kernel, programs, *a, f=replay.launch, **o: f(Documented(kernel), programs, *a, **o)
 
@@ -186,7 +185,8 @@ def layer(tokens: int, config: str | None = None, quantised: bool = True, **more
 
 
 if __name__ == "__main__":
-    patch_launchers()
+    cuda = fake_driver()
+    pretend()
     compare("gmm int8", gmm("int8"))
     compare("gmm fp8, bias", gmm("fp8", bias=True))
     compare("gmm int8, quantised here", gmm("int8", dynamic=True, clip=2.0))
