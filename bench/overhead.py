@@ -2,7 +2,9 @@
 
     python bench/overhead.py --output bench/results/overhead_h200.jsonl
 
-- `eager`: CPU time until a call returns (the GPU is never waited for; it has less to do than the host), and its parts.
+- `eager`: CPU time until a call returns (the GPU is never waited for; it has less to do than the host), and its parts:
+  the public function, whether the dispatcher is needed, finding the plan and the plan make up the whole; allocations,
+  counters and launches make up the plan.
 - `graph`: CPU time per call of a replayed CUDA graph.
 - `compilations`: what Triton compiled while the number of tokens went through every value from 1 to 8192.
 - `cold`: seconds from the first call of a new process to its result, per bucket, with Triton's cache warm.
@@ -13,6 +15,7 @@ A line has `us` where it is a time. bench/compare.py compares two files.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
@@ -24,16 +27,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CUDA, DTYPES, OUT, Lines, operands_of, problem_of, require_gpu
+from common import CUDA, DTYPES, OUT, Lines, operands_of, require_gpu
 
 import lowgmm
-from lowgmm import ops
+from lowgmm import ops, ops_layer, replay
 from lowgmm.gpu import describe
 from lowgmm.tune import Problem, bucket, pick
 from lowgmm.workloads import MOE_SHAPES, GmmCase
 
 TINY = GmmCase("tiny", 128, 128, (2,) * 8)
 """Less work than a launch takes, so that the host is what is measured."""
+IMPL = "auto"
 CALLS, BATCH = 1000, 50
 MOST = 8192
 COLD_TOKENS = (1, 64, 1024, 8192)
@@ -54,19 +58,6 @@ def host_us(call: Callable[[], object]) -> float:
     return statistics.median(taken) * 1e6
 
 
-@contextmanager
-def no_launch() -> Iterator[None]:
-    """Everything but the launch."""
-    found = [(module, module._launch) for module, _ in kernels()]
-    for module, _ in found:
-        module._launch = lambda *args, **kwargs: None
-    try:
-        yield
-    finally:
-        for module, launch in found:
-            module._launch = launch
-
-
 def kernels() -> list[tuple[Any, str]]:
     """Modules and names of the kernels that a grouped matmul may launch."""
     from lowgmm.kernels import grouped_mm, hopper
@@ -84,35 +75,91 @@ def compiled() -> int:
 
 
 def eager(format: str) -> Iterator[dict[str, Any]]:
-    o, problem = operands_of(TINY, format), problem_of(TINY, format)
-    gpu, y = describe(CUDA), torch.empty(TINY.M, TINY.N, dtype=OUT, device=CUDA)
-    offsets, args = o.offsets, (o.x, [o.w], o.scales_x, o.scales_w, o.offsets, None, None, "auto", None)
+    """A grouped matmul, one that quantises its input, and an expert layer; each call's time and where it goes."""
+    o = operands_of(TINY, format)
+    y = torch.empty(TINY.M, TINY.N, dtype=OUT, device=CUDA)
+    offsets = o.offsets  # made when asked for
+    given = (o.x, [o.w], o.scales_x, o.scales_w, offsets, None, None, IMPL, None)
 
-    def call() -> object:
-        return lowgmm.gmm(o.x, o.w, o.scales_x, o.scales_w, offsets)
+    def gmm(**more: Any) -> object:
+        return lowgmm.gmm(o.x, o.w, o.scales_x, o.scales_w, offsets, **more)
 
-    from lowgmm.kernels.grouped_mm import grouped_mm
+    parts = parts_of(gmm, ops.gmm, (*given, OUT, False))
+    parts["whole call, output given"] = host_us(lambda: gmm(output=y))
+    parts["through the dispatcher"] = host_us(lambda: torch.ops.lowgmm.gmm(*given, OUT))
+    yield from ({"measure": f"eager: {n}", "case": TINY.name, "format": format, "us": us} for n, us in parts.items())
+    if o.scales_w is not None:
+        x = torch.randn(TINY.M, TINY.K, dtype=OUT, device=CUDA)
+        us = host_us(lambda: lowgmm.gmm(x, o.w, None, o.scales_w, offsets))
+        yield {"measure": "eager: whole call, input quantised", "case": TINY.name, "format": format, "us": us}
+    experts, inner, hidden = len(TINY.sizes), TINY.N, TINY.K
+    dense = (torch.randn(experts, *shape, dtype=OUT, device=CUDA) for shape in ((2 * inner, hidden), (hidden, inner)))
+    w13, w2 = (lowgmm.quantize(w, format) if format in lowgmm.formats.FORMATS else w.to(DTYPES[format]) for w in dense)
+    x = torch.randn(TINY.M, hidden, dtype=OUT if isinstance(w13, lowgmm.QuantTensor) else w13.dtype, device=CUDA)
+    ids = torch.randint(0, experts, (TINY.M, 2), dtype=torch.int32, device=CUDA)
+    weights = torch.rand(TINY.M, 2, device=CUDA)
+    (up, scales13), (down, scales2) = (
+        (w.operands, w.scales) if isinstance(w, lowgmm.QuantTensor) else ([w], None) for w in (w13, w2)
+    )
+    arguments = (
+        *(x, up, scales13, None, down, scales2, None, ids, weights, None),
+        *("silu", "concatenated", None, None, False, "token", None, IMPL, None),
+    )
+    layer = parts_of(lambda: lowgmm.moe_ffn(x, w13, w2, ids, weights), ops_layer.moe_ffn, arguments)
+    module = lowgmm.MoEExperts(w13, w2)
+    layer["whole call, as a module"] = host_us(lambda: module(x, ids, weights))
+    yield from ({"measure": f"layer: {n}", "case": TINY.name, "format": format, "us": us} for n, us in layer.items())
 
-    def launcher() -> None:
-        grouped_mm(y, o.x, o.w, o.scales_x, o.scales_w, offsets, None)
 
-    whole, launched = host_us(call), host_us(launcher)
-    with no_launch():
-        prepared = host_us(launcher)
-    parts = {
-        "whole call": whole,
-        "whole call, output given": host_us(lambda: lowgmm.gmm(o.x, o.w, o.scales_x, o.scales_w, offsets, output=y)),
-        "through the dispatcher": host_us(lambda: torch.ops.lowgmm.gmm(*args, OUT)),
-        "is the dispatcher needed": host_us(lambda: ops.plain(o.x, o.w, o.scales_x, o.scales_w, offsets)),
-        "validation": host_us(lambda: ops._check_once(*args[:8], OUT)),
-        "allocating the output": host_us(lambda: o.x.new_empty((TINY.M, TINY.N), dtype=OUT)),
-        "pick": host_us(lambda: pick(Problem(problem.E, problem.M, problem.N, problem.K, problem.dtype, OUT), gpu)),
-        "launcher before the launch": prepared,
-        "Triton's launch": launched - prepared,
-        "the rest": whole - launched,
+def parts_of(call: Callable[[], object], operator: Callable[..., Any], arguments: tuple[Any, ...]) -> dict[str, float]:
+    """CPU µs of a call and of its parts. ``operator`` is what the public function calls."""
+    replay.forget()
+    operator(*arguments)
+    plan = next((plan for known in replay._plans.values() for _, plan in known), None)
+    parts = {"whole call": host_us(call), "in full, and noted": host_us(lambda: (replay.forget(), call()))}
+    if plan is None:
+        return parts
+    seen: list[tuple[Any, Any]] = []
+    with patched(type(plan), "__call__", lambda plan, *given: seen.append(given) or given[0][0]):
+        operator(*arguments)
+        found = host_us(lambda: operator(*arguments)) - host_us(ops.quiet)
+    tensors, addresses = seen[0]
+    count, stream = len(addresses), plan.stream(plan.index)
+    plan(tensors, addresses)  # adds the result's, the scratch memory's and so on
+    start = [host_us(prepared(one, stream, addresses)) for one in plan.launches]
+    launch = [host_us(functools.partial(one, stream, addresses)) for one in plan.launches]
+    parts |= {
+        "the public function": parts["whole call"] - host_us(lambda: operator(*arguments)),
+        "is the dispatcher needed": host_us(ops.quiet),
+        "finding the plan": found,
+        "allocations": host_us(lambda: plan.empty(*plan.result))
+        + (host_us(lambda: plan.empty(*plan.scratch)) if plan.scratch else 0.0),
+        "the queue's counters": sum(host_us(lambda take=take: take(stream)) for take in plan.taken),
+        "arguments of the launches": sum(launch) - sum(start),
+        f"launches ({len(launch)}), Triton's and the driver's": sum(start),
+        "the plan in all": host_us(lambda: plan(tensors, addresses[:count])),
     }
-    for name, us in parts.items():
-        yield {"measure": f"eager: {name}", "case": TINY.name, "format": format, "us": us}
+    known = ("the public function", "is the dispatcher needed", "finding the plan", "the plan in all")
+    parts["the rest"] = parts["whole call"] - sum(parts[name] for name in known)
+    return parts
+
+
+def prepared(launch: Any, stream: int, addresses: list[int]) -> Callable[[], object]:
+    """A launch whose arguments are ready."""
+    seen: list[tuple[Any, ...]] = []
+    with patched(launch, "function", lambda *arguments: seen.append(arguments)):
+        launch(stream, addresses)
+    return functools.partial(launch.function, *seen[0])
+
+
+@contextmanager
+def patched(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
 
 
 def graph(format: str) -> Iterator[dict[str, Any]]:

@@ -156,6 +156,18 @@ def eager_triton(package: Path) -> list[str]:
     ]
 
 
+def unseen_work(package: Path) -> list[str]:
+    """Of the kernels' host code, what `replay.py` could not note: launches of its own, and work on memory in place."""
+    wrong = []
+    for path in sorted((package / "kernels").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                wrong.append(f"{path.name}:{node.lineno} launches by itself, not through replay.launch")
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr[-1] == "_":
+                wrong.append(f"{path.name}:{node.lineno} works in place: {node.func.attr}")
+    return wrong
+
+
 def long_files(root: Path) -> list[str]:
     wrong = []
     for path in sorted(
@@ -193,7 +205,7 @@ def project_files() -> list[Path]:
 # ------------------------------------------------------------------------------------------- the project as it is
 
 
-@pytest.mark.parametrize("rule", [wrong_directions, cycles, eager_triton])
+@pytest.mark.parametrize("rule", [wrong_directions, cycles, eager_triton, unseen_work])
 def test_package_structure(rule):
     assert rule(PACKAGE) == []
 
@@ -247,6 +259,8 @@ def make_package(folder: Path, **sources: str) -> Path:
 @pytest.mark.parametrize(
     ("rule", "sources"),
     [
+        pytest.param(unseen_work, {"kernels__tiles": "def f():\n    kernel[(1,)](x)"}, id="a launch of its own"),
+        pytest.param(unseen_work, {"kernels__tiles": "def f(x):\n    x.zero_()"}, id="work in place"),
         pytest.param(wrong_directions, {"shapes": "from .api import gmm"}, id="a leaf imports the API"),
         pytest.param(wrong_directions, {"shapes": "from lowgmm import api"}, id="a leaf, by an absolute import"),
         pytest.param(wrong_directions, {"shapes": "def f():\n    from . import api"}, id="a leaf, lazily"),

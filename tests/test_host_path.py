@@ -171,8 +171,8 @@ def test_overlap_is_checked_at_every_call(device: torch.device):
 
 def test_spans_of_views_that_are_not_contiguous():
     t = torch.zeros(8, 8, dtype=torch.int16)
-    assert shapes._byte_span(t[2:4, 1:3], False) == (t.data_ptr() + 34, t.data_ptr() + 34 + (8 + 1) * 2 + 2)
-    assert shapes._byte_span(t[2:4], False) == (t.data_ptr() + 32, t.data_ptr() + 64)
+    assert shapes.byte_span(t[2:4, 1:3], False) == (t.data_ptr() + 34, t.data_ptr() + 34 + (8 + 1) * 2 + 2)
+    assert shapes.byte_span(t[2:4], False) == (t.data_ptr() + 32, t.data_ptr() + 64)
 
 
 def test_remembered_signatures_are_bounded(accepted: dict[Any, Any], device: torch.device, monkeypatch):

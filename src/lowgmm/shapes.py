@@ -119,13 +119,13 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
         return
     # Fake tensors have no address: there, two views of one storage are compared by their offsets in it.
     fake = isinstance(output, FakeTensor) or output.is_meta
-    a0, a1 = _byte_span(output, fake)
+    a0, a1 = byte_span(output, fake)
     for name, tensor in inputs.items():
         if tensor is None or tensor.is_mkldnn or tensor.numel() == 0:
             continue
         if fake and tensor.untyped_storage()._cdata != output.untyped_storage()._cdata:
             continue
-        b0, b1 = _byte_span(tensor, fake)
+        b0, b1 = byte_span(tensor, fake)
         if a0 < b1 and b0 < a1:
             raise ShapeError(
                 f"{op}: 'output' overlaps '{name}' in memory; the result would overwrite an operand still in use. "
@@ -133,7 +133,8 @@ def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
             )
 
 
-def _byte_span(t: Tensor, fake: bool) -> tuple[int, int]:
+def byte_span(t: Tensor, fake: bool = False) -> tuple[int, int]:
+    """Addresses of a tensor's first byte and of the one behind its last; of a fake one, offsets in its storage."""
     size = t.itemsize
     first = int(t.storage_offset()) * size if fake else t.data_ptr()
     if t.is_contiguous():

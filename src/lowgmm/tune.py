@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowgmm import tune_cache
+from lowgmm import replay, tune_cache
 from lowgmm.formats import format_of
 from lowgmm.gpu import Gpu
 from lowgmm.shapes import UnsupportedError
@@ -371,6 +371,7 @@ def forget() -> None:
     pick.cache_clear()
     _pick.cache_clear()
     tune_cache.user.cache_clear()
+    replay.forget()
 
 
 def _why_not(problem: Problem, gpu: Gpu) -> str:

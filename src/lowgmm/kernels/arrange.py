@@ -15,7 +15,7 @@ from lowgmm.formats import QuantFormat
 from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import load_ids
-from lowgmm.relaunch import Relauncher
+from lowgmm.replay import empty, launch
 
 COLUMNS = tl.constexpr(8)
 """Experts that one program of the scan sums up."""
@@ -211,8 +211,6 @@ def gather_kernel(
 SUB, MAX_CHUNKS = 128, 512
 """Slots that are placed at a time, each compared with each; chunks of at least as many."""
 
-_sort, _gather = Relauncher(sort_kernel), Relauncher(gather_kernel)
-
 FEW = (128, 1024, 4096)
 """Slots that a program looks at all of; more are sorted in a launch of their own."""
 
@@ -237,31 +235,26 @@ def arrange(
     size = SUB * -(-rows // (SUB * MAX_CHUNKS))
     chunks = 0 if few else -(-rows // size)
     parts = (bins * (chunks + 1), rows, rows, num_experts + 1, number)
-    table = torch.empty(sum(parts), dtype=torch.int32, device=ids.device)
+    table = empty((sum(parts),), torch.int32, ids.device)
     counts, order, inverse, offsets, zeros = table.split(parts)
     pdl = ids.device.type == "cuda"
     after: dict[str, Any] = {"launch_pdl": True} if pdl and not few else {}  # no other backend knows the option
-    shared = (ids.device, ids.dtype, pdl, bins)
     if not few:
-        _sort(
+        launch(
+            sort_kernel,
             2 * chunks + bins // COLUMNS.value,
-            shared,
-            (ids, order, counts),
-            (
-                *(ids, order, inverse, offsets, counts, counters(ids.device, 4), rows, num_experts, chunks, size),
-                *(pdl, bins, SUB),
-            ),
+            *(ids, order, inverse, offsets, counts, counters(ids.device, 4), rows, num_experts, chunks, size),
+            *(pdl, bins, SUB),
             num_warps=8,
         )
     clip = math.inf if clip is None else clip
-    integers = (width, x.stride(0), xq.stride(0))
     block = min(max(128, triton.next_power_of_2(width)), 4096)
-    constants = (top_k, 0.0 if fmt is None else fmt.qmax, few > 0, pdl, bins, max(few, 1), block)
-    _gather(
+    launch(
+        gather_kernel,
         num_tokens + (few > 0),
-        (shared, x.dtype, xq.dtype, integers, constants),
-        (ids, x, xq, scales, order),
-        (ids, x, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts, *integers, clip, *constants),
+        *(ids, x, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
+        *(width, x.stride(0), xq.stride(0), clip),
+        *(top_k, 0.0 if fmt is None else fmt.qmax, few > 0, pdl, bins, max(few, 1), block),
         num_warps=4,
         enable_fp_fusion=False,
         **after,

@@ -10,7 +10,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from lowgmm.layer import LayerSpec
-from lowgmm.relaunch import Relauncher
+from lowgmm.replay import launch
 
 
 @triton.jit
@@ -81,17 +81,12 @@ def combine(
     num_tokens, width = out.shape
     block = min(1024, triton.next_power_of_2(width))
     after: dict[str, Any] = {"launch_pdl": True} if pdl else {}  # no other backend knows the option
-    integers = (num_experts, width, y.stride(0))
-    constants = (ids.shape[1], inverse is not None, spec.weight_on_input, pdl, block)
-    _combine(
+    launch(
+        combine_kernel,
         num_tokens * triton.cdiv(width, block),
-        (y.device, y.dtype, ids.dtype, weights.dtype, out.dtype, integers, constants),
-        (y, ids, weights, out),
-        (y, inverse, ids, weights, out, *integers, *constants),
+        *(y, inverse, ids, weights, out, num_experts, width, y.stride(0)),
+        *(ids.shape[1], inverse is not None, spec.weight_on_input, pdl, block),
         num_warps=4,
         enable_fp_fusion=False,
         **after,
     )
-
-
-_combine = Relauncher(combine_kernel)

@@ -12,7 +12,8 @@ from lowgmm.gpu import Gpu, describe
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
-from lowgmm.relaunch import Relauncher, descriptor
+from lowgmm.relaunch import descriptor
+from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
 from lowgmm.shapes import UnsupportedError
 from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
@@ -196,8 +197,6 @@ def grouped_mm(
         if config.launch != "grid":
             programs = min(programs, gpu.sms * config.programs_per_sm)
     groups = 1 << num_experts.bit_length()  # a power of two > num_experts
-    table = torch.empty(groups, dtype=torch.int32, device=x.device)
-    integers = (num_experts, n_size, k_size, x.stride(0), w.stride(0), w.stride(1), out.stride(0))
     constants = (
         LAUNCHES.index(config.launch),
         groups,
@@ -214,32 +213,21 @@ def grouped_mm(
         scales_w is not None,
         bias is not None,
     )
-    _launch(
+    launch(
+        grouped_mm_kernel,
         programs,
-        (x.device, x.dtype, out.dtype, None if bias is None else bias.dtype, config, promote, integers),
-        (x, w, out, scales_x, scales_w, bias, offsets),
-        (
-            descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, bk]) if config.tma else x,
-            descriptor(TensorDescriptor, w, (num_experts * n_size, k_size), (k_size, 1), [bn, bk]) if config.tma else w,
-            out,
-            scales_x,
-            scales_w,
-            bias,
-            offsets,
-            table,
-            counters(x.device) if config.launch == "queue" else None,
-            num_rows,
-            *integers,
-            *constants,
-        ),
+        descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, bk]) if config.tma else x,
+        descriptor(TensorDescriptor, w, (num_experts * n_size, k_size), (k_size, 1), [bn, bk]) if config.tma else w,
+        *(out, scales_x, scales_w, bias, offsets),
+        empty((groups,), torch.int32, x.device),
+        counters(x.device) if config.launch == "queue" else None,
+        *(num_rows, num_experts, n_size, k_size, x.stride(0), w.stride(0), w.stride(1), out.stride(0)),
+        *constants,
         num_warps=config.num_warps,
         # The epilogue's roundings are the contract's, so no multiply-add is fused there; the matrix instructions do not
         # care. Only fp32 operands are multiplied by ordinary instructions, twice as many of them without fusion.
         enable_fp_fusion=x.dtype == torch.float32,
     )
-
-
-_launch = Relauncher(grouped_mm_kernel)
 
 
 def promote_every(dtype: torch.dtype, gpu: Gpu) -> int:

@@ -23,7 +23,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.kernels.hopper_write import channel_values, scaled, turn, write
-from lowgmm.relaunch import Relauncher, descriptor
+from lowgmm.relaunch import descriptor
+from lowgmm.replay import launch
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
@@ -407,16 +408,14 @@ def hopper_mm(
     layout, constants = _constants(
         config, x.dtype, out.dtype, promote > 0, scales_x is not None, scales_w is not None, bias is not None
     )
-    integers = (E, N, K, out.stride(0))
-    _launch(
+    launch(
+        hopper_kernel,
         min(sms, max_row_tiles(M, E, bm) * -(-N // bn)),
-        (x.device, x.dtype, out.dtype, None if bias is None else bias.dtype, config, promote, integers),
-        (x, w, out, scales_x, scales_w, bias, offsets),
-        (
-            descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
-            descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
-            *(out, scales_x, scales_w, bias, offsets, ticket, M, *integers, *constants),
-        ),
+        descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
+        descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
+        *(out, scales_x, scales_w, bias, offsets, ticket),
+        *(M, E, N, K, out.stride(0)),
+        *constants,
         num_warps=4,
         launch_pdl=True,
     )
@@ -431,6 +430,3 @@ def _constants(
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, out_dtype))
     tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, out)
     return layout, (*tile, dtype == torch.int8, *flags)
-
-
-_launch = Relauncher(hopper_kernel)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowgmm.formats import QuantFormat
 from lowgmm.quant import SMALLEST_ABSMAX
+from lowgmm.replay import empty, launch
 
 SMALLEST = tl.constexpr(SMALLEST_ABSMAX)
 
@@ -80,12 +81,14 @@ def quantize_tokens(x: Tensor, fmt: QuantFormat, clip: float | None) -> tuple[Te
     num_tokens, width = x.shape
     if x.stride(1) != 1:
         x = x.contiguous()
-    q = torch.empty((num_tokens, width), dtype=fmt.dtype, device=x.device)
-    scales = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    q = empty((num_tokens, width), fmt.dtype, x.device)
+    scales = empty((num_tokens,), torch.float32, x.device)
     if num_tokens == 0 or width == 0:
-        return q, scales.zero_()
+        return q, torch.zeros_like(scales)
     block = min(triton.next_power_of_2(width), 4096)
-    quantize_tokens_kernel[(num_tokens,)](
+    launch(
+        quantize_tokens_kernel,
+        num_tokens,
         x,
         q,
         scales,

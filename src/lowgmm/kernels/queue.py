@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
+
+from lowgmm.replay import counted
 
 SLOTS = 1 << 20
 
@@ -28,9 +31,12 @@ def counters(device: torch.device, words: int = 1) -> Tensor:
     needs to be cleared before the launch. Where none are left, or none are there yet (a capture is no time to make
     them), the call gets some that are cleared first, which costs a launch.
     """
-    on_gpu = device.type != "cpu"
-    capturing = on_gpu and torch.cuda.is_current_stream_capturing()
-    stream = driver.active.get_current_stream(device.index) if on_gpu else 0
+    stream = 0 if device.type == "cpu" else driver.active.get_current_stream(device.index)
+    return counted(functools.partial(_counters, device, words), stream)
+
+
+def _counters(device: torch.device, words: int, stream: int) -> Tensor:
+    capturing = device.type != "cpu" and torch.cuda.is_current_stream_capturing()
     if not capturing:
         kept = _of_stream.get((device, stream))
         if kept is not None and kept.numel() >= words:

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from lowgmm.formats import QuantFormat
 from lowgmm.kernels.quantize import quantize_row, round_to, row_absmax, scales_of
+from lowgmm.replay import launch
 from lowgmm.routing import LOWEST, Router, max_row_tiles
 
 TILE_FIELDS = tl.constexpr(4)
@@ -269,7 +270,9 @@ def select_experts(logits: Tensor, router: Router, bias: Tensor | None) -> tuple
     weights = torch.empty((num_tokens, router.top_k), dtype=torch.float32, device=logits.device)
     if num_tokens:
         experts = max(32, triton.next_power_of_2(num_experts))
-        select_experts_kernel[(num_tokens,)](
+        launch(
+            select_experts_kernel,
+            num_tokens,
             logits,
             bias,
             ids,
@@ -308,8 +311,10 @@ def sort_slots(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """As :func:`sort`, of contiguous ids and all in int32."""
     order, inverse = torch.empty((2, ids.numel()), dtype=torch.int32, device=ids.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=ids.device)
-    sort_kernel[(num_experts + 1,)](
-        ids, order, inverse, offsets, ids.numel(), num_experts, **_blocks(ids.numel(), num_experts), num_warps=4
+    launch(
+        *(sort_kernel, num_experts + 1, ids, order, inverse, offsets, ids.numel(), num_experts),
+        **_blocks(ids.numel(), num_experts),
+        num_warps=4,
     )
     return order, inverse, offsets
 
@@ -335,7 +340,9 @@ def prepare(
     """
     (num_tokens, top_k), width = ids.shape, x.shape[1]
     block_h = min(max(128, triton.next_power_of_2(width)), 4096)
-    prepare_kernel[(num_experts + num_tokens,)](
+    launch(
+        prepare_kernel,
+        num_experts + num_tokens,
         ids,
         x,
         xq,

@@ -22,7 +22,8 @@ from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.kernels.queue import counters
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
-from lowgmm.relaunch import Relauncher, descriptor
+from lowgmm.relaunch import descriptor
+from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
 
 WIDTH = 8192
@@ -56,14 +57,14 @@ def moe_ffn(
     stride = max(width, inner)
     bm, bn, bk = config.block_m, config.down_n, config.down_k
     direct = config.launch == "direct"
-    shared = torch.empty((rows, stride), dtype=between, device=device)
-    second = torch.empty((1 if direct else rows, stride), dtype=values2.dtype, device=device)
+    shared = empty((rows, stride), between, device)
+    second = empty((1 if direct else rows, stride), values2.dtype, device)
     y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
     if direct:  # then an output is written while others still read h
-        h = torch.empty((rows, stride), dtype=between, device=device)
+        h = empty((rows, stride), between, device)
     blocks = rows if direct else rows // bm + num_experts + 1
-    scales_x, scales_h = (torch.empty(rows, dtype=torch.float32, device=device) for _ in range(2))
-    out = hidden.new_empty((num_tokens, width))
+    scales_x, scales_h = (empty((rows,), torch.float32, device) for _ in range(2))
+    out = empty((num_tokens, width), hidden.dtype, device)
     number = 4 + rows + 2 * blocks
     order, inverse, offsets = None, None, None
     if direct:
@@ -87,37 +88,26 @@ def moe_ffn(
     token = (hidden, x, ids) if direct else (None, None, None)
     written = (y, h, hq, scales_x, scales_h)
     parts = (w13.scales, w2.scales, w13.bias, w2.bias)
-    sizes = (width, inner)
-    strides = (expert_rows, stride)
-    _launch(
+    launch(
+        hopper_layer_kernel,
         _programs(rows, num_experts, width, inner, config, describe(device).sms),
-        (
-            *(device, values2.dtype, between, weights.dtype, config, spec, sizes, strides),
-            *(None if bias is None else bias.dtype for bias in (w13.bias, w2.bias)),
-            *((hidden.dtype, ids.dtype) if direct else ()),
-        ),
-        (*token, *written, *parts, weights),
-        (
-            tiles(x, width, stride, bm),
-            tiles(gate, width, across * width, min(64, bn // 2)),
-            tiles(up, width, across * width, min(64, bn // 2)),
-            tiles(hq, inner, stride, bm),
-            tiles(values2.view(-1), inner, inner, 64),
-            *token,
-            *written,
-            *(absmax, *parts, order, weights, offsets, ticket, ready, rows, num_experts, *sizes, blocks, *strides),
-            *(math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0),
-            *constants,
-        ),
+        tiles(x, width, stride, bm),
+        tiles(gate, width, across * width, min(64, bn // 2)),
+        tiles(up, width, across * width, min(64, bn // 2)),
+        tiles(hq, inner, stride, bm),
+        tiles(values2.view(-1), inner, inner, 64),
+        *token,
+        *written,
+        *(absmax, *parts, order, weights, offsets, ticket, ready),
+        *(rows, num_experts, width, inner, blocks, expert_rows, stride),
+        *(math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0),
+        *constants,
         num_warps=4,
         enable_fp_fusion=False,  # the epilogues' roundings are the contract's
         launch_pdl=not direct,
     )
     combine(y, inverse, ids, weights, out, num_experts, spec, True)
     return out
-
-
-_launch = Relauncher(hopper_layer_kernel)
 
 
 def _programs(rows: int, num_experts: int, width: int, inner: int, config: LayerConfig, sms: int) -> int:

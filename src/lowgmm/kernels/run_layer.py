@@ -20,6 +20,7 @@ from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import TILE_FIELDS, prepare
 from lowgmm.layer import GROUP, LayerSpec, Weights
 from lowgmm.plan import LayerConfig
+from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
 
 TYPES = {torch.int8: tl.int8, torch.float8_e4m3fn: tl.float8e4nv, torch.bfloat16: tl.bfloat16}
@@ -95,7 +96,7 @@ class Call:
 
     def _allocate(self) -> None:
         between = torch.bfloat16 if self.hidden.dtype == torch.bfloat16 else torch.float32
-        self.out = self.hidden.new_empty((self.T, self.H))
+        self.out = self._empty(self.T, self.H, dtype=self.hidden.dtype)
         self.h = self._empty(self.R, self.I, dtype=between)
         self.hq = self.h
         if self.fmt is not None and self.done_in_up:  # in place, so that it takes no memory
@@ -116,7 +117,7 @@ class Call:
             self.scales_x = self._empty(given, dtype=torch.float32)
 
     def _empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=self.device)
+        return empty(shape, dtype, self.device)
 
     def prepare(self) -> None:
         gate = counters(self.device, 2) if self.config.gather else None
@@ -143,7 +144,8 @@ class Call:
                 x = TensorDescriptor.from_tensor(x, [config.block_m, config.up_k])
             if requantize == "done":
                 hq = TensorDescriptor.from_tensor(hq, [config.block_m, config.down_k])
-        moe_layer_kernel[(config.programs or self.gpu.sms * config.programs_per_sm,)](
+        launch(
+            moe_layer_kernel, config.programs or self.gpu.sms * config.programs_per_sm,
             x, self.scales_x, w13, self.values13, self.w13.scales, self.w13.bias, w2, self.values2, self.w2.scales,
             self.w2.bias, self.scales_h, self.h, hq, self.y, self.out, self.ids, self.weights,
             self.workspace, self.R, self.bound, self.E, self.H, self.I, self.x.stride(0), self.hq.stride(0),
