@@ -272,7 +272,7 @@ def test_no_token_count_compiles_its_own_kernels() -> None:
         lowgmm.moe_ffn(hidden, w13, w2, ids, share)
     made = [variants(kernel) - b for kernel, b in zip(kernels, before, strict=True)]
     assert all(n <= most for n, most in zip(made, (6, 4, 1, 2), strict=True)), made
-    assert made[0] > 0
+    assert variants(hopper_layer_kernel) > 0  # those counted above may have been compiled for other tests
 
 
 def variants(kernel: Any) -> int:

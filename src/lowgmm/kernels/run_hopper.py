@@ -46,7 +46,8 @@ def moe_ffn(
 
     Scratch memory for 8-bit weights and a bfloat16 ``hidden`` is R · 3 · max(H, I) bytes and a few words per row and
     expert: h and the slots' outputs share 2 · R · max(H, I), the quantised tokens and the quantised h the rest. With
-    bfloat16 weights it is R · 4 · max(H, I): there the tokens share with the outputs.
+    bfloat16 weights it is R · 4 · max(H, I): there the tokens share with the outputs. A direct launch takes
+    R · 2 · (H + I) and the one quantised token.
     """
     values13, values2 = (w.operands[0].contiguous() for w in (w13, w2))
     num_tokens, (num_experts, width, inner) = len(topk_ids), values2.shape
@@ -54,14 +55,14 @@ def moe_ffn(
     hidden = hidden if hidden.stride(-1) == 1 else hidden.contiguous()
     ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
     between = torch.bfloat16 if hidden.dtype == torch.bfloat16 or fmt is None else torch.float32
-    stride = max(width, inner)
     bm, bn, bk = config.block_m, config.down_n, config.down_k
     direct = config.launch == "direct"
+    stride = width + inner if direct else max(width, inner)
     shared = empty((rows, stride), between, device)
     second = empty((1 if direct else rows, stride), values2.dtype, device)
     y, h, x, hq = (shared, shared, second, second) if fmt is not None else (shared, second, shared, second)
-    if direct:  # then an output is written while others still read h
-        h = empty((rows, stride), between, device)
+    if direct:  # side by side, for an output is written while others still read h
+        y, h = shared[:, :width], shared[:, width:]
     blocks = rows if direct else rows // bm + num_experts + 1
     scales_x, scales_h = (empty((rows,), torch.float32, device) for _ in range(2))
     out = empty((num_tokens, width), hidden.dtype, device)
