@@ -99,8 +99,8 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
 @needs_native
 @pytest.mark.parametrize("name", ["int8", "int4_g32"])
 def test_large_outputs_are_those_of_their_parts(name: str) -> None:
-    """Over 2 MiB AVX512 streams whole cache lines to memory, by code of its own: the bits are those of small calls, also
-    in a block that is not whole, on rows that are not aligned, and of a NaN that rounding as a number would overflow."""
+    """Over 2 MiB AVX512 streams whole cache lines to memory, by code of its own. The bits are those of small calls,
+    also in a block that is not whole, on rows not aligned, and of a NaN that would overflow if it were rounded."""
     torch.manual_seed(2)
     w, bias = cpu.pack(lowgmm.quantize(torch.randn(1, 2080, 64), name)), torch.randn(1, 2080)
     bias[0, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
@@ -115,10 +115,8 @@ def test_large_outputs_are_those_of_their_parts(name: str) -> None:
         assert torch.equal(out.view(torch.int16), wanted)
     experts = lowgmm.MoEExperts.from_dense(torch.randn(4, 128, 512) / 20, torch.randn(4, 512, 64) / 10, name)
     hidden, ids, weights = torch.randn(640, 512).bfloat16(), torch.randint(0, 4, (640, 4)), torch.rand(640, 4)
-    whole = experts(hidden, ids, weights)
-    assert torch.equal(
-        whole, torch.cat([experts(*part) for part in zip(*(t.split(80) for t in (hidden, ids, weights)))])
-    )
+    pieces = zip(hidden.split(80), ids.split(80), weights.split(80), strict=True)
+    assert torch.equal(experts(hidden, ids, weights), torch.cat([experts(*piece) for piece in pieces]))
 
 
 @needs_native

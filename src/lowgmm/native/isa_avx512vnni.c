@@ -165,7 +165,7 @@ FN __m512i as_bf16(__m512 v) /* in the upper halves: to_bf16 */
 }
 
 /* store_tile's BF16, past the caches: a store that misses would first read the line that it overwrites, and hold up those behind it. */
-TARGET static __attribute__((noinline)) void stream_tile(const struct tile *t, int rows, const union sums *s)
+FN void stream_tile(const struct tile *t, int rows, const union sums *s)
 {
     const float *scales_w = t->scales_w ? t->scales_w : one, *bias = t->bias ? t->bias : nothing;
     const int one_group = t->steps <= t->group_steps;
@@ -186,13 +186,19 @@ TARGET static __attribute__((noinline)) void stream_tile(const struct tile *t, i
         }
 }
 
+/* Not inlined: beside it GCC would keep sums of the loops in memory. */
+TARGET static __attribute__((noinline)) void finish_tile(const struct tile *t, int rows, const union sums *s)
+{
+    if (t->stream && t->out_kind == BF16 && t->channels >= CHANNELS) stream_tile(t, rows, s);
+    else store_tile(t, rows, s);
+}
+
 #define CASE(n) case n: bits == 8 ? dot8(t, &s, n) : dot4(t, &s, n); break;
 FN void tile_of(const struct tile *t, int rows, const int bits)
 {
     union sums s;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
-    if (t->stream && t->out_kind == BF16 && t->channels >= CHANNELS) stream_tile(t, rows, &s);
-    else store_tile(t, rows, &s);
+    finish_tile(t, rows, &s);
 }
 
 TARGET static void tile8(const struct tile *t, int rows) { tile_of(t, rows, 8); }
