@@ -134,8 +134,8 @@ def one_axis(grid: ast.expr) -> bool:
 
 
 def test_a03_every_grid_has_one_axis() -> None:
-    """Axes y and z end at 65 535 programs. All rows are on axis x, because no launch has another: there is one place that
-    launches (test_architecture.py), and what is launched again has the grid that it had there."""
+    """Axes y and z end at 65 535 programs. All rows are on axis x, because no launch has another: one place launches
+    (test_architecture.py), and what is launched again has the grid that it had there."""
     sources = (*KERNEL_SOURCES, Path(replay.__file__))
     grids = [grid for path in sources for grid in launch_grids(path.read_text())]
     assert len(grids) == 1
