@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm import ops, ops_layer
+from lowgmm import ops, ops_layer, replay
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.routing import Routing
 from lowgmm.shapes import ShapeError
@@ -103,11 +103,13 @@ def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
     if sizes is None:
         if offsets is None:
             raise ShapeError("gmm: pass expert_offsets [E+1] or expert_sizes [E].")
-        return offsets
-    check_sizes(sizes, offsets)
-    if offsets is not None:
-        return offsets
-    return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    else:
+        check_sizes(sizes, offsets)
+        if offsets is None:
+            return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    if offsets.is_cuda and offsets.dtype == torch.int64 and not replay.debugging():
+        return offsets.int()  # as the operator would, which could not be replayed then
+    return offsets
 
 
 def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: str = "auto") -> tuple[Tensor, Tensor]:
