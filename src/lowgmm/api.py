@@ -47,7 +47,8 @@ def gmm(
             of any format, which brings its ``scales_w``. int4 weights take int8 input; on the CPU only so far.
         scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
         scales_w: [E, N] (or [E, N, 1]) float scale per output channel; None means 1.
-        expert_offsets: [E+1] int32 or int64, ``offsets[0] = 0``, not decreasing, ``offsets[E] <= M``.
+        expert_offsets: [E+1] int32, or int64 (which a GPU call converts each time), ``offsets[0] = 0``, not decreasing,
+            ``offsets[E] <= M``.
         expert_sizes: [E] rows of each expert. Either is enough; given both, they must agree.
         output: [M, N] tensor to write into and return; must not overlap an operand.
         bias: [E, N] float, added after the scales.
