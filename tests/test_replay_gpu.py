@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -117,3 +118,25 @@ def test_hooks_see_every_launch(make: Callable[[], Call]) -> None:
     finally:
         hook.remove(seen.append)
     assert len(seen) >= 1
+
+
+def test_plans_keep_no_memory(make: Callable[[], Call]) -> None:
+    make()()  # the queue's counters stay
+    replay.forget()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    call = make()
+    call()
+    call()
+    del call
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_gradients_are_left_to_the_dispatcher() -> None:
+    replay.forget()
+    o = make_operands([5, 0, 130], 128, 256, "bfloat16", device="cuda")
+    w, offsets = o.w.requires_grad_(), o.offsets
+    with torch.no_grad():
+        assert not any(lowgmm.gmm(o.x, w, expert_offsets=offsets).requires_grad for _ in range(3))
+    assert all(lowgmm.gmm(o.x, w, expert_offsets=offsets).requires_grad for _ in range(3))
