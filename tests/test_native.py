@@ -97,6 +97,29 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path: Path) -> None:
 
 
 @needs_native
+@pytest.mark.parametrize("name", ["int8", "int4_g32"])
+def test_large_outputs_are_those_of_their_parts(name: str) -> None:
+    """Over 2 MiB AVX512 streams whole cache lines to memory, by code of its own. The bits are those of small calls,
+    also in a block that is not whole, on rows not aligned, and of a NaN that would overflow if it were rounded."""
+    torch.manual_seed(2)
+    w, bias = cpu.pack(lowgmm.quantize(torch.randn(1, 2080, 64), name)), torch.randn(1, 2080)
+    bias[0, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    x, ends = torch.randn(560, 64).bfloat16(), torch.tensor([0, 560])
+    x[7] = torch.nan
+    parts = [lowgmm.gmm(p, w, expert_offsets=torch.tensor([0, len(p)]), bias=bias) for p in x.split(80)]
+    wanted = torch.cat(parts).view(torch.int16)
+    aligned, shifted = torch.zeros(560, 2080).bfloat16(), torch.zeros(560 * 2080 + 1).bfloat16()[1:].view(560, 2080)
+    for out in (aligned, shifted):
+        assert out.nbytes > 2 << 20 > parts[0].nbytes
+        lowgmm.gmm(x, w, expert_offsets=ends, bias=bias, output=out)
+        assert torch.equal(out.view(torch.int16), wanted)
+    experts = lowgmm.MoEExperts.from_dense(torch.randn(4, 128, 512) / 20, torch.randn(4, 512, 64) / 10, name)
+    hidden, ids, weights = torch.randn(640, 512).bfloat16(), torch.randint(0, 4, (640, 4)), torch.rand(640, 4)
+    pieces = zip(hidden.split(80), ids.split(80), weights.split(80), strict=True)
+    assert torch.equal(experts(hidden, ids, weights), torch.cat([experts(*piece) for piece in pieces]))
+
+
+@needs_native
 def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     run = forced("sve", "-c", "from lowgmm import native; native.library()")
     assert f"{UnsupportedError.__name__}: LOWGMM_CPU_ISA=sve: this CPU and build have" in run.stderr

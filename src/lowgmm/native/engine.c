@@ -2,10 +2,12 @@
 #include "lowgmm.h"
 #include <stddef.h>
 #include <string.h>
-#if defined(__x86_64__) || defined(__i386__)
+#ifdef __x86_64__
 #define RELAX() __builtin_ia32_pause()
+#define FENCE_STREAM() __builtin_ia32_sfence() /* streamed stores are ordered by nothing less */
 #else
 #define RELAX() ((void)0)
+#define FENCE_STREAM() ((void)0)
 #endif
 #ifdef __unix__
 #include <sched.h>
@@ -13,7 +15,7 @@
 #define sched_yield() ((void)0)
 #endif
 
-enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000, FEW_ROWS = 4, RUN_BYTES = 2 << 20 };
+enum { ROW_CHUNK = 768, TOKENS_AT_A_TIME = 8, SPINS = 2000, FEW_ROWS = 4, RUN_BYTES = 2 << 20, STREAM_BYTES = 2 << 20 };
 
 static const int64_t kind_bytes[] = {4, 2, 2, 4};
 
@@ -122,13 +124,20 @@ struct rows {
     const int64_t *from; /* q, start and scales_x of row i are those at from[i], or at i if NULL */
     char *out;           /* row out_first is its first */
     int64_t out_first, out_stride; /* stride in bytes */
-    int32_t out_kind;
+    int32_t out_kind, stream;
 };
+
+/* Are `rows` of results so much that they leave the caches before somebody reads them, and on whole cache lines? */
+static int streamed(const void *out, int64_t rows, int64_t stride)
+{
+    return rows * stride > STREAM_BYTES && ((uintptr_t)out | (uintptr_t)stride) % 64 == 0;
+}
 
 /* Where a block of an expert's weights is. */
 struct place {
     const uint8_t *w;
     const float *scales; /* NULL for 1 */
+    const int8_t *x;     /* quantised rows that come with it, or NULL: the same as before, or not in order */
 };
 
 static struct place place_of(const struct isa *isa, const struct weights *w, int64_t e, int64_t block)
@@ -136,6 +145,7 @@ static struct place place_of(const struct isa *isa, const struct weights *w, int
     return (struct place){
         w->packed + (e * ceil_div(w->N, isa->channels) + block) * block_bytes(isa, w),
         w->scales ? w->scales + e * w->scale_expert + block * isa->channels : NULL,
+        NULL,
     };
 }
 
@@ -158,12 +168,13 @@ static void block_of(const struct isa *isa, const struct weights *w, const float
         .channels = least(w->N - n, isa->channels),
         .bits = (int32_t)w->bits,
         .out_kind = x->out_kind,
+        .stream = x->stream,
     };
     t.group_steps = groups > 1 ? w->group / step : t.steps;
     for (int64_t i = 0, row = 0; i < tiles; ++i) {
         /* As even as possible: 16 rows are 6 + 5 + 5, not 7 + 7 + 2. */
         int64_t rows = (count - row + (tiles - i) - 1) / (tiles - i);
-        t.quarter = i < 4 ? i : -1;
+        t.fetch = i >= 4 && i < 8 && next.x ? (const void *)(next.x + 64 * (i - 4)) : next.w + 64 * (i < 4 ? i : 0);
         for (int64_t r = 0; r < rows; ++r, ++row) {
             int64_t from = x->from ? x->from[first + row] : first + row;
             t.x[r] = x->q + from * x->q_stride;
@@ -283,6 +294,7 @@ static void gmm_work(void *data)
         .q = job->x.q ? job->x.q : a->x, .start = job->x.start, .scales_x = job->x.scales,
         .q_stride = job->x.q ? job->x.q_stride : a->x_stride, .out = a->out,
         .out_stride = a->out_stride * kind_bytes[a->out_kind], .out_kind = a->out_kind,
+        .stream = streamed(a->out, a->rows, a->out_stride * kind_bytes[a->out_kind]),
     };
     struct run run = {take(&job->next, 1), 0};
     for (; run.at < 0; run.at = take(&job->next, 1)) {
@@ -297,10 +309,12 @@ static void gmm_work(void *data)
         there = here;
         advance(&run, &job->next, job->last, job->most, job->threads);
         next = seek(job, &there, run.at);
+        struct place soon = next < 0 ? place_of(isa, &a->w, here.expert, block) : place_of(isa, &a->w, there.expert, next);
+        if (next >= 0 && there.row != here.row) soon.x = x.q + there.row * x.q_stride;
         block_of(isa, &a->w, a->bias, &x, here.expert, here.row, least(ROW_CHUNK, job->offsets[here.expert + 1] - here.row), block,
-                 next < 0 ? place_of(isa, &a->w, here.expert, block) : place_of(isa, &a->w, there.expert, next),
-                 block * isa->channels);
+                 soon, block * isa->channels);
     }
+    FENCE_STREAM();
 }
 
 int64_t lowgmm_gmm(const struct gmm *a, int64_t isa, parallel_t parallel, unsigned threads)
@@ -415,7 +429,7 @@ static void gate_up_task(struct layer_job *j, struct chunk *c, int64_t block, in
 {
     const struct layer *a = j->a;
     const struct isa *isa = j->isa;
-    struct rows x = {j->xq, j->x_start, j->xs, j->xq_stride, j->token, NULL, 0, 0, F32};
+    struct rows x = {j->xq, j->x_start, j->xs, j->xq_stride, j->token, NULL, 0, 0, F32, 0};
     if (!j->fused) {
         x.out = (char *)j->gate_up;
         x.out_stride = 2 * j->I * 4;
@@ -496,7 +510,8 @@ static void layer_work(void *data)
         .x_stride = a->hidden_stride, .q_stride = j->xq_stride, .group = a->w13.group, .kind = a->kind,
         .offset = offset_of(isa, &a->w13), .clip = a->clip,
     };
-    const struct rows down = {j->hq, j->h_start, j->hs, j->hq_stride, NULL, j->y, 0, j->H * kind_bytes[a->between], a->between};
+    const struct rows down = {j->hq, j->h_start, j->hs, j->hq_stride, NULL, j->y, 0, j->H * kind_bytes[a->between], a->between,
+                              streamed(j->y, j->R, j->H * kind_bytes[a->between])};
     const int64_t gate_up_end = j->quantize_tasks + j->chunks * j->gate_up_blocks;
     const int64_t down_tasks = j->chunks * j->down_blocks, down_end = gate_up_end + down_tasks;
     struct run run = {take(&j->next, 1), 0};
@@ -526,6 +541,7 @@ static void layer_work(void *data)
             const struct chunk *c = &j->chunk[task / j->down_blocks];
             wait_for(&c->ready, 1);
             block_of(isa, &a->w2, a->bias_w2, &down, c->expert, c->first, c->count, block, next, block * isa->channels);
+            if (down.stream) FENCE_STREAM();
             __atomic_add_fetch(&j->down_done, 1, __ATOMIC_RELEASE);
         } else {
             wait_for(&j->down_done, down_tasks);

@@ -31,7 +31,7 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 
 /* What to fetch at each step, into L2. Few rows: at the end of a block the next one's start, so that none begins by waiting for
  * memory; the stream itself is the processor's to fetch, and fetching it here too is slower. Many rows: the next block, all of it;
- * four tiles fetch the four cache lines of each step.
+ * four tiles fetch the four cache lines of each step, and four more an expert's rows.
  *
  * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
 #define FETCH()                                                                                                                \
@@ -39,7 +39,7 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
         if (step >= turn)                                                                                                      \
             for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)t->next + (step - turn) * STEP + 64 * c, _MM_HINT_T1);\
     } else {                                                                                                                   \
-        _mm_prefetch((const char *)fetch + step * STEP, _MM_HINT_T1);                                                          \
+        _mm_prefetch(fetch + step * STEP, _MM_HINT_T1);                                                                        \
     }
 #define START(from)                                                                                                            \
     _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                                                     \
@@ -48,7 +48,7 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 #define PLAN()                                                                                                                 \
     if (t->scales_w) /* needed at the end of the block, or of its first group */                                               \
         for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(t->scales_w + 16 * c), _MM_HINT_T0);                     \
-    const uint8_t *fetch = t->next + 64 * (t->quarter < 0 ? 0 : t->quarter);                                                   \
+    const char *fetch = t->fetch;                                                                                              \
     const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
     (void)fetch, (void)turn
 
@@ -157,12 +157,48 @@ FN void dot4(const struct tile *t, union sums *s, const int rows)
     }
 }
 
+FN __m512i as_bf16(__m512 v) /* in the upper halves: to_bf16 */
+{
+    const __m512i bits = _mm512_castps_si512(v), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q), bits, _mm512_set1_epi32(0x400000));
+}
+
+/* store_tile's BF16, past the caches: a store that misses would first read the line that it overwrites, and hold up those behind it. */
+FN void stream_tile(const struct tile *t, int rows, const union sums *s)
+{
+    const float *scales_w = t->scales_w ? t->scales_w : one, *bias = t->bias ? t->bias : nothing;
+    const int one_group = t->steps <= t->group_steps;
+    const __m512i lanes = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+    const __m512i upper = _mm512_add_epi32(_mm512_mullo_epi32(lanes, _mm512_set1_epi32(0x40004)), _mm512_set1_epi32(0x30001));
+    for (int r = 0; r < rows; ++r)
+#pragma GCC unroll 2
+        for (int c = 0; c < CHANNELS; c += 32) {
+            __m512i half[2];
+#pragma GCC unroll 2
+            for (int i = 0; i < 2; ++i) {
+                const int at = c + 16 * i;
+                __m512 v = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_loadu_si512(&s->i[r][at])), _mm512_loadu_ps(scales_w + at));
+                if (!one_group) v = _mm512_loadu_ps(&s->f[r][at]);
+                half[i] = as_bf16(_mm512_add_ps(_mm512_mul_ps(v, _mm512_set1_ps(t->scales_x[r])), _mm512_loadu_ps(bias + at)));
+            }
+            _mm512_stream_si512((__m512i *)(t->out[r] + 2 * c), _mm512_permutex2var_epi16(half[0], upper, half[1]));
+        }
+}
+
+/* Not inlined: beside it GCC would keep sums of the loops in memory. */
+TARGET static __attribute__((noinline)) void finish_tile(const struct tile *t, int rows, const union sums *s)
+{
+    if (t->stream && t->out_kind == BF16 && t->channels >= CHANNELS) stream_tile(t, rows, s);
+    else store_tile(t, rows, s);
+}
+
 #define CASE(n) case n: bits == 8 ? dot8(t, &s, n) : dot4(t, &s, n); break;
 FN void tile_of(const struct tile *t, int rows, const int bits)
 {
     union sums s;
     switch (rows) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) }
-    store_tile(t, rows, &s);
+    finish_tile(t, rows, &s);
 }
 
 TARGET static void tile8(const struct tile *t, int rows) { tile_of(t, rows, 8); }

@@ -103,11 +103,12 @@ struct tile {
     const float *scales_w, *bias;   /* at the block's first channel, or NULL */
     const uint8_t *next;            /* what this thread reads after this block, */
     const float *next_scales;       /* with its scales (anything where it has none) */
+    const void *fetch;              /* of what comes next, for this tile to fetch: one cache line in every four */
     int64_t scale_group;
     int64_t steps, group_steps;     /* of 4 (INT8) or 8 (INT4) elements of K; in the last group fewer may be left */
     int64_t channels;               /* that exist in this block: isa.channels or fewer */
-    int64_t quarter;                /* of `next` that this tile fetches (0 to 3), or -1 */
     int32_t bits, out_kind;
+    int32_t stream;                 /* out is whole cache lines, better written past the caches */
 };
 
 /* The sums of a tile: INT32 while there is one group, FP32 (scaled by scales_w, added over groups) otherwise. */
