@@ -134,11 +134,12 @@ def parts_of(call: Callable[[], object], operator: Callable[..., Any], arguments
         "finding the plan": found,
         "allocations": host_us(lambda: plan.empty(*plan.result))
         + (host_us(lambda: plan.empty(*plan.scratch)) if plan.scratch else 0.0),
-        "the queue's counters": sum(host_us(lambda take=take: take(stream)) for take in plan.taken),
         "arguments of the launches": sum(launch) - sum(start),
         f"launches ({len(launch)}), Triton's and the driver's": sum(start),
         "the plan in all": host_us(lambda: plan(tensors, addresses[:count])),
     }
+    if plan.taken:
+        parts["the queue's counters"] = sum(host_us(lambda take=take: take(stream)) for take in plan.taken)
     known = ("the public function", "is the dispatcher needed", "finding the plan", "the plan in all")
     parts["the rest"] = parts["whole call"] - sum(parts[name] for name in known)
     return parts

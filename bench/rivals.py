@@ -1,4 +1,4 @@
-"""Ours beside other libraries', in one run: the harness's results as data, and docs/rivals.md from them.
+"""Ours beside other libraries', in one run: the harness's results as data, and tables of documents from them.
 
     python bench/rivals.py peers.json --environment sweep.jsonl --output bench/results/rivals_h200.jsonl
     python bench/rivals.py peers.json --kind layer --environment sweep.jsonl --output …/rivals_layer_h200.jsonl
@@ -25,10 +25,11 @@ from rivals_layer import OURS
 from lowgmm.workloads import GMM_CASES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "rivals.md"
+README = Path(__file__).parent.parent / "README.md"
 FILES = {"rivals_h200.jsonl": True, "rivals_8bit_h200.jsonl": False}
 """Grouped matmuls in the document, and whether bf16 rivals were among them."""
-LAYERS = "rivals_layer_h200.jsonl"
-"""Expert layers in the document (bench/rivals_layer.py)."""
+LAYERS = ("rivals_layer_8bit_h200.jsonl", "rivals_layer_h200.jsonl")
+"""Expert layers in the document (bench/rivals_layer.py); the README's are the first."""
 EIGHT_BIT = ("int8", "fp8", "fp8blk", "dg")
 """What the harness calls operands of 8 bits: per channel, in blocks of 128, and DeepGEMM's."""
 NAMES = dict(
@@ -124,7 +125,9 @@ def main() -> None:
     parser.add_argument("--environment", type=Path, metavar="FILE", help="a JSONL file of ours from the same machine")
     parser.add_argument("--kind", choices=("gemm", "layer"), default="gemm", help="which of its results")
     parser.add_argument("--output", type=Path, metavar="FILE", help="JSONL file to write")
-    parser.add_argument("--render", type=Path, metavar="FOLDER", help=f"write {DOCUMENT.name} from the files there")
+    parser.add_argument(
+        "--render", type=Path, metavar="FOLDER", help="write the documents' tables from the files there"
+    )
     args = parser.parse_args()
     if args.render is None:
         if not (args.results and args.environment and args.output):
@@ -132,19 +135,24 @@ def main() -> None:
         data = json.loads(args.results.read_text(encoding="utf-8"))
         write_lines(args.output, convert(data, read_lines(args.environment)[0]["environment"], args.kind))
         return
-    DOCUMENT.write_text(document(args.render), encoding="utf-8")
-    print(f"wrote {DOCUMENT}")
+    for path, text in documents(args.render).items():
+        path.write_text(text, encoding="utf-8")
+        print(f"wrote {path}")
 
 
-def document(folder: Path) -> str:
-    """The text of docs/rivals.md, with its tables from the files in ``folder``."""
+def documents(folder: Path) -> dict[Path, str]:
+    """The texts of docs/rivals.md and the README, with their tables from the files in ``folder``."""
     text = DOCUMENT.read_text(encoding="utf-8")
     for name, with_bf16 in FILES.items():
         part = render(name, *read_lines(folder / name), with_bf16)
         text = rendered(text, part, f"rivals.py from {name}")
-    head, lines = read_lines(folder / LAYERS)
-    part = f"{provenance(LAYERS, head)}µs; × is the rival's time by ours.\n\n{rivals_layer.render(lines)}"
-    return rendered(text, part, f"rivals.py from {LAYERS}")
+    for name in LAYERS:
+        head, lines = read_lines(folder / name)
+        part = f"{provenance(name, head)}µs; × is the rival's time by ours.\n\n{rivals_layer.render(lines)}"
+        text = rendered(text, part, f"rivals.py from {name}")
+    part = rivals_layer.headline(read_lines(folder / LAYERS[0])[1])
+    readme = rendered(README.read_text(encoding="utf-8"), part, f"rivals.py from {LAYERS[0]}")
+    return {DOCUMENT: text, README: readme}
 
 
 if __name__ == "__main__":

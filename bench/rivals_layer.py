@@ -1,4 +1,4 @@
-"""Our expert layer beside other libraries': lines of results from the harness's, and their part of docs/rivals.md.
+"""Our expert layer beside other libraries': lines of results from the harness's, and their parts of documents.
 
 bench/rivals.py is the command. What is timed goes from bf16 tokens and their experts to the sum over experts: sorting,
 quantising, both matmuls, the activation and the requantisation; the router is not.
@@ -101,6 +101,11 @@ def points_of(lines: Sequence[Line]) -> list[Point]:
     return points
 
 
+def formats_of(points: Sequence[Point]) -> list[str]:
+    """Ours that the run has: of some, 8-bit weights were timed alone."""
+    return [f for f in RIVALS if any(f in p.ours for p in points)]
+
+
 @dataclass(frozen=True)
 class Part:
     """Points that are averaged, and what their mean was aimed to be."""
@@ -151,6 +156,45 @@ def render(lines: Sequence[Line]) -> str:
     return "\n\n".join([*tables, "### Means", *verdicts, slower(points), *means])
 
 
+README_ROWS = {
+    "1 token: Qwen3-30B / OLMoE / the article's / Mixtral / DeepSeek-V3": [
+        (model, 1) for model in ("qwen3-30b-a3b", "olmoe-1b-7b", "article", "mixtral-8x7b", "deepseek-v3-ep8")
+    ],
+    **{
+        f"{label}, 8 / 128 / 2048 / 8192 tokens": [(model, T) for T in (8, 128, 2048, 8192)]
+        for label, model in (
+            ("Qwen3-30B", "qwen3-30b-a3b"),
+            ("OLMoE", "olmoe-1b-7b"),
+            ("Mixtral", "mixtral-8x7b"),
+            ("DeepSeek-V3, 32 local experts", "deepseek-v3-ep8"),
+        )
+    },
+}
+"""Rows of the README's table, with uniform routing."""
+
+
+def headline(lines: Sequence[Line]) -> str:
+    """The README's part: a sentence on each format, and a few points."""
+    points = points_of(lines)
+    said = [said_of(format, [p.ratio(format) for p in points]) for format in OWN[:2]]
+    uniform = {(p.model, p.T): p for p in points if p.routing == ROUTINGS[0]}
+    rows = []
+    for label, keys in README_ROWS.items():
+        chosen = [uniform[key] for key in keys]
+        columns = [[p.ours[format]["us"] for p in chosen] for format in OWN[:2]]
+        columns.append([p.fastest("int8")["us"] for p in chosen])
+        rows.append([label, *(" / ".join(f"{us:.{us < 100:d}f}" for us in column) for column in columns)])
+    return "\n\n".join(["\n".join(said), table(["µs, uniform routing", "INT8", "FP8", "fastest 8-bit rival"], *rows)])
+
+
+def said_of(format: str, found: Sequence[float]) -> str:
+    ahead, behind = sum(r > 1 for r in found), sum(r < EVEN for r in found)
+    return (
+        f"- {format.upper()} is ahead of the fastest 8-bit rival at {ahead} of {len(found)} points, behind by more "
+        f"than 1 % at {behind}: least {min(found):.3f}×, geometric mean {geomean(found):.3f}×."
+    )
+
+
 def table(head: Sequence[str], *rows: Sequence[Any]) -> str:
     lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
@@ -187,7 +231,7 @@ def verdict(points: Sequence[Point], format: str) -> str:
 
 
 def slower(points: Sequence[Point]) -> str:
-    found = [f"{f} {p} ({p.ratio(f):.3f}×)" for f in RIVALS for p in points if p.ratio(f) < EVEN]
+    found = [f"{f} {p} ({p.ratio(f):.3f}×)" for f in formats_of(points) for p in points if p.ratio(f) < EVEN]
     return f"Slower by more than 1 % than the fastest rival: {', '.join(found) or 'none'}."
 
 
@@ -196,13 +240,13 @@ def summary(values: Sequence[float]) -> str:
 
 
 def ratios(points: Sequence[Point]) -> str:
-    rows = []
+    rows, formats = [], formats_of(points)
     for part in RATIOS:
         chosen = part.of(points)
         rows.append(
-            [part.label, len(chosen), part.target or "", *(summary([p.ratio(f) for p in chosen]) for f in RIVALS)]
+            [part.label, len(chosen), part.target or "", *(summary([p.ratio(f) for p in chosen]) for f in formats)]
         )
-    return table(["against the fastest rival: mean / least / below 0.99", "points", "target", *RIVALS], *rows)
+    return table(["against the fastest rival: mean / least / below 0.99", "points", "target", *formats], *rows)
 
 
 def rival_by_rival(points: Sequence[Point]) -> str:
@@ -225,6 +269,8 @@ def floors(points: Sequence[Point]) -> str:
 def errors(points: Sequence[Point]) -> str:
     rows = []
     for name, (format, is_one) in TYPES.items():
+        if format not in formats_of(points):
+            continue
         row = [name]
         for pick in (max, min):
             found = []

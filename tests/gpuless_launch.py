@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,11 +144,13 @@ def named(launches: list[dict[str, Any]], tensors: list[Tensor]) -> list[dict[st
 
 
 def compare(case: str, make: Callable[[], tuple[list[Tensor], Callable[[], Any]]]) -> None:
-    """Note a call; replay it with other tensors; and make that call in full."""
+    """Note a call, of which nothing may be kept; replay it with other tensors; and make that call in full."""
     replay.forget()
-    _, call = make()
-    call()
     tensors, call = make()
+    call()
+    first = [weakref.ref(t) for t in tensors]
+    tensors, call = make()
+    kept = sum(t() is not None for t in first)
     noted.clear()
     before = replays
     call()
@@ -155,7 +158,7 @@ def compare(case: str, make: Callable[[], tuple[list[Tensor], Callable[[], Any]]
     replay.forget()
     noted.clear()
     call()
-    line = {"case": case, "replays": count, "replayed": short, "in full": named(noted, tensors)}
+    line = {"case": case, "replays": count, "kept": kept, "replayed": short, "in full": named(noted, tensors)}
     print(json.dumps(line), flush=True)
 
 

@@ -91,6 +91,7 @@ def test_shipped_results_compare_with_themselves():
         "sweep_h200",
         "rivals_h200",
         "rivals_8bit_h200",
+        "rivals_layer_8bit_h200",
         "rivals_layer_h200",
         "layer_h200",
         "layer_narrow_h200",
@@ -104,11 +105,12 @@ def test_shipped_results_compare_with_themselves():
         assert compare.main([path, path]) == 0
 
 
-def test_the_document_of_rivals_says_what_the_files_say():
+def test_the_documents_of_rivals_say_what_the_files_say():
     results = BENCH / "results"
-    assert rivals.DOCUMENT.read_text(encoding="utf-8") == rivals.document(results), (
-        "run python bench/rivals.py --render …"
-    )
+    texts = rivals.documents(results)
+    assert set(texts) == {rivals.DOCUMENT, rivals.README}
+    for path, text in texts.items():
+        assert path.read_text(encoding="utf-8") == text, "run python bench/rivals.py --render …"
     for name, with_bf16 in rivals.FILES.items():
         head, lines = common.read_lines(results / name)
         slower = [{**ln, "us": ln["us"] * 2} if ln["rival"].startswith(rivals.OURS) else ln for ln in lines]
@@ -123,6 +125,7 @@ def test_results_of_other_cases_are_refused():
 
 # expert layers beside other libraries'
 
+layers = pytest.mark.parametrize("name", rivals.LAYERS)
 RESULT = {"kind": "layer", "model": "olmoe", "E": 64, "topk": 8, "H": 2048, "I": 1024, "routing": "uniform", "T": 8}
 RESULT |= {
     "active": 40.0,
@@ -190,20 +193,48 @@ def test_a_layer_whose_many_rows_multiply_longer_than_they_read_has_the_floor_of
     assert rivals_layer.points_of(lines)[0].of_floor("int8") == pytest.approx(1.0)
 
 
-def test_targets_are_said_to_be_reached_only_where_they_are():
-    _, lines = common.read_lines(BENCH / "results" / rivals.LAYERS)
+@layers
+def test_targets_are_said_to_be_reached_only_where_they_are(name: str):
+    _, lines = common.read_lines(BENCH / "results" / name)
     for factor, reached in ((1e-3, 9), (1e3, 0)):
         times = [{**ln, "us": ln["us"] * (factor if ln["rival"].startswith(rivals.OURS) else 1)} for ln in lines]
         found = list(rivals_layer.aims(rivals_layer.points_of(times), "int8"))
         assert (len(found), sum(ok for _, ok in found)) == (9, reached)
 
 
-def test_a_slower_or_less_accurate_layer_changes_the_document():
-    _, lines = common.read_lines(BENCH / "results" / rivals.LAYERS)
+@layers
+def test_a_slower_or_less_accurate_layer_changes_the_document(name: str):
+    _, lines = common.read_lines(BENCH / "results" / name)
     decode = next(i for i, ln in enumerate(lines) if ln["rival"] == "lowgmm_int8" and ln["T"] == 8)
     for key in ("us", "relative_error", "active_experts"):
         changed = [{**ln, key: ln[key] * 2} if i == decode else ln for i, ln in enumerate(lines)]
         assert rivals_layer.render(changed) != rivals_layer.render(lines), key
+
+
+def test_a_slower_layer_or_faster_rival_changes_the_readme():
+    _, lines = common.read_lines(BENCH / "results" / rivals.LAYERS[0])
+    for rival, factor in (("lowgmm_int8", 2), ("lowgmm_fp8", 2), ("vllm triton w8a16", 0.1)):
+        one = next(i for i, ln in enumerate(lines) if ln["rival"] == rival and ln["T"] == 1)
+        changed = [{**ln, "us": ln["us"] * factor} if i == one else ln for i, ln in enumerate(lines)]
+        before, after = (rivals_layer.headline(x).splitlines() for x in (lines, changed))
+        assert before[0] != after[0] or before[1] != after[1]  # what is said of all points
+        assert before[3:] != after[3:]  # the table
+
+
+def test_ahead_and_behind_are_counted():
+    said = rivals_layer.said_of("int8", [2.0, 1.0, 0.995, 0.5])
+    assert "at 1 of 4 points, behind by more than 1 % at 1: least 0.500×, geometric mean 0.999×" in said
+
+
+def test_a_run_of_8_bit_weights_has_no_column_of_bf16_but_one_point_without_it_is_no_such_run():
+    without = [ln for ln in layer_lines() if ln["format"] != "bf16"]
+    (point,) = rivals_layer.points_of(without)
+    assert rivals_layer.formats_of([point]) == ["int8", "fp8"]
+    assert "bf16" not in rivals_layer.ratios([point]) + rivals_layer.slower([point]) + rivals_layer.errors([point])
+    (whole,) = rivals_layer.points_of(layer_lines())
+    (lacking,) = rivals_layer.points_of([ln for ln in layer_lines() if ln["rival"] != "lowgmm_bf16"])
+    with pytest.raises(KeyError, match="bf16"):
+        rivals_layer.slower([whole, lacking])
 
 
 def test_shipped_results_name_no_folder_of_a_machine():

@@ -115,7 +115,7 @@ ONE_TOKEN = {
 def test_one_token(shape: str, tile: str, format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is launched ahead of the layer; its counters are zero again when it ends."""
     monkeypatch.setitem(SHAPES, shape, ONE_TOKEN[shape])
-    for options in ({}, *OPTIONS.values()):
+    for options in ({}, *OPTIONS.values()) if shape == "odd" else ({},):  # each compiles kernels of its own
         if not (options.get("gate_up") == "none" and tile == "16x64x128"):
             check(tile, shape, format, "direct", **options)
     assert not counters(torch.device("cuda", torch.cuda.current_device())).any()

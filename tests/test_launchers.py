@@ -48,6 +48,7 @@ def test_a_replay_hands_the_driver_what_the_documented_way_does():
     assert {line["case"]: line["replays"] for line in found} == CASES
     for line in found:
         assert line["replayed"] == line["in full"], line["case"]
+        assert line["kept"] == 0, line["case"]
     maps = [value for line in found for made in line["replayed"] for value in made["values"] if value[0] == "map"]
     assert len(maps) > 20
     assert {launch["stream"] for line in found for launch in line["replayed"]} == {7}

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -14,7 +17,7 @@ import torch
 from torch import Tensor
 
 import lowgmm
-from lowgmm import replay, tune
+from lowgmm import relaunch, replay, tune
 from lowgmm.relaunch import Start
 
 
@@ -216,6 +219,109 @@ def test_memory_is_bounded_and_can_be_cleared(kernel: Kernel, monkeypatch: pytes
     assert replay._plans == {}
 
 
+def test_a_call_that_was_decided_before_is_not_remembered_after(kernel: Kernel):
+    def call(x: Tensor) -> Tensor:
+        tune.forget()  # as another thread may
+        return replay.empty(x.shape, torch.float32, x.device)
+
+    replay.run(call, (x := torch.randn(4),), (x,), ())
+    assert replay._plans == {}
+
+
+def test_many_kinds_with_tokens_of_one_shape_are_remembered(kernel: Kernel):
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        out = replay.empty(x.shape, torch.float32, x.device)
+        replay.launch(kernel, 3, x, y, out, x.numel(), 1.0, BLOCK=64)
+        return out
+
+    x = torch.randn(4)
+    for n in [*range(60)] * 3:  # as layers that differ in their experts, or GPUs
+        y = torch.randn(4 + n)
+        assert torch.equal(replay.run(call, (x, y), (x, y), ()), x + y[:4])
+    assert kernel.log == ["bound"] * 60 + ["again"] * 120
+
+
+def test_a_result_that_is_a_part_of_other_memory_cannot_be_replayed(kernel: Kernel):
+    def call(x: Tensor, part: Callable[[Tensor], Tensor]) -> Tensor:
+        out = replay.empty((2 * x.numel(),), torch.float32, x.device)
+        replay.launch(kernel, 3, x, x, out, x.numel(), 1.0, BLOCK=64)
+        return part(out)
+
+    for part in (lambda t: t[:8], lambda t: t.view(2, 8)[0]):
+        for _ in range(2):
+            x = torch.randn(8)
+            assert torch.equal(replay.run(call, (x, part), (x,), (part,)), 2 * x)
+
+
+def test_memory_that_is_taken_lives_until_it_is_launched_with(kernel: Kernel):
+    alive: list[bool] = []
+    taken: list[weakref.ref[Tensor]] = []
+
+    def take(stream: int) -> Tensor:
+        taken.append(weakref.ref(made := torch.zeros(8)))
+        return made
+
+    def call(x: Tensor) -> Tensor:
+        out, zeros = replay.empty(x.shape, torch.float32, x.device), replay.counted(take, 0)
+        replay.launch(kernel, 3, x, zeros, out, x.numel(), 1.0, BLOCK=64)
+        return out
+
+    add = kernel.add
+    kernel.add = lambda *a: alive.append(taken[-1]() is not None) or add(*a)  # type: ignore[method-assign]
+    for _ in range(3):
+        x = torch.randn(8)
+        assert torch.equal(replay.run(call, (x,), (x,), ()), x)
+    assert kernel.log == ["bound", "again", "again"]
+    assert alive == [True] * 3
+
+
+class Descriptor:
+    """Stands for Triton's or Gluon's."""
+
+
+def test_plans_keep_no_memory(kernel: Kernel):
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    weigh(kernel, x, y, 1.0)
+    assert len(replay._plans) == 1
+    kept = [weakref.ref(x), weakref.ref(y)]
+    del x, y
+    base = torch.randn(4, 16)
+    tiles = relaunch.Tiles(relaunch.descriptor(Descriptor, base, (4, 16), (16, 1), [2, 8]), None)
+    assert "block_shape" in tiles.form
+    kept.append(weakref.ref(base))
+    del base
+    assert [found() for found in kept] == [None] * 3
+
+
+@pytest.mark.parametrize("interface", ["TensorGuards", "its signature", "triton"])
+def test_another_pytorch_or_none_of_triton_runs_calls_in_full(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch, interface: str
+):
+    guards = torch._C._dynamo.guards
+    if interface == "TensorGuards":
+        monkeypatch.delattr(guards, interface)
+    elif interface == "its signature":
+        monkeypatch.setattr(guards, "TensorGuards", lambda *tensors: None)
+    else:
+        monkeypatch.setitem(sys.modules, "triton", None)
+        monkeypatch.setattr(relaunch, "_runtime", relaunch._runtime.__wrapped__)
+        monkeypatch.setattr(replay, "hooked", relaunch.hooked)
+    for n in range(1, 4):
+        x, y = torch.randn(4, 4), torch.randn(4, 4)
+        assert torch.equal(weigh(kernel, x, y, 1.0), expected(x, y, 1.0))
+        assert kernel.log == ["bound"] * 3 * n
+
+
+def test_importing_under_somebodys_modes():
+    program = (
+        "import torch; from torch._subclasses import FakeTensorMode\n"
+        "with FakeTensorMode(), torch.device('meta'): import lowgmm.replay\n"
+        "assert {(type(t), t.device.type) for t in lowgmm.replay.ABSENT} == {(lowgmm.replay.Absent, 'cpu')}"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_refused_call_is_not_remembered(kernel: Kernel):
     def call(x: Tensor) -> Tensor:
         raise lowgmm.shapes.ShapeError("no")
@@ -263,3 +369,18 @@ def test_a_plan_serves_only_what_the_dispatcher_would_do_the_same_with(kernel: K
     with around():
         assert again(change(y.clone())) is None
     assert again(y) is not None
+
+
+def test_without_gradients_is_another_kind(kernel: Kernel):
+    """With gradients on, the dispatcher gives the result of an operand that wants some a grad_fn, which warns."""
+
+    def call(x: Tensor, y: Tensor) -> Tensor:
+        out = replay.empty(x.shape, torch.float32, x.device)
+        replay.launch(kernel, 3, x, y, out, x.numel(), 2.0, BLOCK=64)
+        return out
+
+    x, y = torch.randn(4, 4), torch.randn(4, 4, requires_grad=True)
+    with torch.no_grad():
+        replay.run(call, (x, y), (x, y), ())
+        assert replay.again(call, (x, y), ()) is not None
+    assert replay.again(call, (x, y), ()) is None

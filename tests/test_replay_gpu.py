@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,8 @@ def gmm(dtype: str, dynamic: bool = False, **more: Any) -> Call:
     """A call with operands of its own."""
     o = make_operands([5, 0, 130], 128, 256, dtype, device="cuda")
     x, scales_x = (torch.randn(135, 256, device="cuda").bfloat16(), None) if dynamic else (o.x, o.scales_x)
-    bias, offsets = torch.randn(3, 128, device="cuda") if more.pop("bias", False) else None, o.offsets
+    bias = torch.randn(3, 128, device="cuda") if more.pop("bias", False) else None
+    offsets = o.offsets.to(more.pop("offsets", torch.int32))
     return lambda: lowgmm.gmm(x, o.w, scales_x, o.scales_w, offsets, bias=bias, **more)
 
 
@@ -38,6 +40,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "fp8": lambda: gmm("fp8"),
     "bfloat16": lambda: gmm("bfloat16"),
     "int8, quantised here": lambda: gmm("int8", dynamic=True),
+    "int8, int64 offsets": lambda: gmm("int8", offsets=torch.int64),
     "portable": lambda: gmm("int8", config="16x64x128-swap-queue2-4w3s"),
     "layer, one token": lambda: layer(1, "int8"),
     "layer, few tokens": lambda: layer(8, "fp8"),
@@ -115,3 +118,25 @@ def test_hooks_see_every_launch(make: Callable[[], Call]) -> None:
     finally:
         hook.remove(seen.append)
     assert len(seen) >= 1
+
+
+def test_plans_keep_no_memory(make: Callable[[], Call]) -> None:
+    make()()  # the queue's counters stay
+    replay.forget()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    call = make()
+    call()
+    call()
+    del call
+    gc.collect()
+    assert torch.cuda.memory_allocated() == before
+
+
+def test_gradients_are_left_to_the_dispatcher() -> None:
+    replay.forget()
+    o = make_operands([5, 0, 130], 128, 256, "bfloat16", device="cuda")
+    w, offsets = o.w.requires_grad_(), o.offsets
+    with torch.no_grad():
+        assert not any(lowgmm.gmm(o.x, w, expert_offsets=offsets).requires_grad for _ in range(3))
+    assert all(lowgmm.gmm(o.x, w, expert_offsets=offsets).requires_grad for _ in range(3))

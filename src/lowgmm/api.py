@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm import ops, ops_layer
+from lowgmm import ops, ops_layer, replay
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.routing import Routing
 from lowgmm.shapes import ShapeError
@@ -47,7 +47,8 @@ def gmm(
             of any format, which brings its ``scales_w``. int4 weights take int8 input; on the CPU only so far.
         scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
         scales_w: [E, N] (or [E, N, 1]) float scale per output channel; None means 1.
-        expert_offsets: [E+1] int32 or int64, ``offsets[0] = 0``, not decreasing, ``offsets[E] <= M``.
+        expert_offsets: [E+1] int32, or int64 (which a GPU call converts each time), ``offsets[0] = 0``, not decreasing,
+            ``offsets[E] <= M``.
         expert_sizes: [E] rows of each expert. Either is enough; given both, they must agree.
         output: [M, N] tensor to write into and return; must not overlap an operand.
         bias: [E, N] float, added after the scales.
@@ -103,11 +104,13 @@ def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
     if sizes is None:
         if offsets is None:
             raise ShapeError("gmm: pass expert_offsets [E+1] or expert_sizes [E].")
-        return offsets
-    check_sizes(sizes, offsets)
-    if offsets is not None:
-        return offsets
-    return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    else:
+        check_sizes(sizes, offsets)
+        if offsets is None:
+            return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+    if offsets.is_cuda and offsets.dtype == torch.int64 and not replay.debugging():
+        return offsets.int()  # as the operator would, which could not be replayed then
+    return offsets
 
 
 def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: str = "auto") -> tuple[Tensor, Tensor]:

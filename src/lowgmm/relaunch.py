@@ -76,16 +76,16 @@ class Tiles:
     """The tensor maps of one descriptor argument: all but the address is fixed."""
 
     def __init__(self, descriptor: Any, meta: Any) -> None:
-        self.descriptor, self.meta = descriptor, meta
-        shown = {name: value for name, value in vars(descriptor).items() if name != "base"}
-        self.form = f"{type(descriptor).__module__} {shown} {meta}"
+        self.kind, self.meta = type(descriptor), meta
+        self.fixed = {name: value for name, value in vars(descriptor).items() if name != "base"}  # keeps no tensor
+        self.form = f"{self.kind.__module__} {self.fixed} {meta}"
 
     def expand(self, address: int) -> list[Any]:
         """What the launcher gets for the descriptor: its tensor map, and its sizes and strides."""
         from triton.backends.nvidia.driver import make_tensordesc_arg
 
-        moved = object.__new__(type(self.descriptor))
-        moved.__dict__.update(vars(self.descriptor), base=SimpleNamespace(data_ptr=lambda: address))
+        moved = object.__new__(self.kind)
+        moved.__dict__.update(self.fixed, base=SimpleNamespace(data_ptr=lambda: address))
         expanded: list[Any] = make_tensordesc_arg(moved, self.meta)
         return expanded
 
@@ -142,14 +142,20 @@ class Launch:
 
 @functools.cache
 def _runtime() -> Any:
-    from triton import knobs
-
+    """Triton's settings; None where there is no Triton, or one without them."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return None
     return knobs.runtime
 
 
 def hooked() -> bool:
-    """Does somebody want to know of every launch, as profilers do? Then only Triton's own way tells them."""
+    """Does somebody want to know of every launch, as profilers do? Then only Triton's own way tells them; as where
+    that cannot be found out."""
     runtime = _runtime()
+    if runtime is None:
+        return True
     enter, leave = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from lowgmm.relaunch import Launch, Start, hooked, start_of
 from lowgmm.shapes import byte_span
@@ -34,10 +35,11 @@ PIECE = 512
 """Bytes. Allocators on a GPU start a tensor at a multiple of that; so does each part of scratch memory."""
 
 MOST = 4096
-"""Kinds of calls remembered; then all are forgotten."""
+"""Keys of calls remembered (a plan takes 6 KB); then all are forgotten."""
 
-KINDS = 16
-"""Most kinds of calls that an operation knows with the same shape of its first tensor and the same options."""
+KINDS = 64
+"""Most kinds of calls with the same key, such as other experts and devices; the one noted first gives way. All their
+guards take 10 µs, a tenth of a call in full."""
 
 Guard = Callable[..., bool]
 _plans: dict[Hashable, tuple[tuple[Guard, Plan | None], ...]] = {}
@@ -50,7 +52,8 @@ class Absent(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
 
-ABSENT = tuple(torch.empty(0).as_subclass(Absent) for _ in range(32))
+with _disable_current_modes():  # somebody's fake tensors, where they import us
+    ABSENT = tuple(torch.empty(0, device="cpu").as_subclass(Absent) for _ in range(32))
 """One for every place: guards take no tensor twice."""
 
 
@@ -99,7 +102,8 @@ def again(call: Callable[..., Tensor], tensors: Sequence[Tensor | None], options
 
 
 def _key(call: Callable[..., Tensor], filled: list[Tensor], options: Sequence[Hashable]) -> Hashable:
-    return (call, len(filled), filled[0].shape, *options)
+    """What guards do not tell apart; and a shape, so that few of them have to be asked."""
+    return (call, len(filled), filled[0].shape, torch.is_grad_enabled(), *options)
 
 
 def _find(
@@ -131,27 +135,35 @@ def _repeat(plan: Plan, filled: list[Tensor]) -> Tensor | None:
 def _noted(
     call: Callable[..., Tensor], arguments: Sequence[Any], filled: list[Tensor], options: Sequence[Hashable]
 ) -> Tensor:
-    around, tape = _thread.tape, Tape()
-    _thread.tape = tape
+    around, tape, plans = _thread.tape, Tape(), _plans
     if around is not None:
         around.known = False
     try:
+        _thread.tape = tape
         result = call(*arguments)
     finally:
         _thread.tape = around
-    if len(_plans) >= MOST:
-        _plans.clear()
-    # What torch.compile guards its code with: exact types, dispatch keys as modes and transforms leave them, dtypes,
-    # devices, sizes, strides, and whether gradients are wanted. A tenth of the time of a look at each.
-    guard = torch._C._dynamo.guards.TensorGuards(*filled, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    if len(plans) >= MOST:
+        plans.clear()
     key = _key(call, filled, options)
-    _plans[key] = ((guard, tape.plan(filled, result)), *_plans.get(key, ())[: KINDS - 1])
+    plans[key] = (_guarded(filled, tape, result), *plans.get(key, ())[: KINDS - 1])
     return result
+
+
+def _guarded(filled: list[Tensor], tape: Tape, result: Tensor) -> tuple[Guard, Plan | None]:
+    # What torch.compile guards its code with: exact types, dispatch keys as modes and transforms leave them, dtypes,
+    # devices, sizes, strides, and whether tensors require gradients. A tenth of the time of a look at each.
+    try:
+        guards = torch._C._dynamo.guards.TensorGuards(*filled, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    except (AttributeError, TypeError):  # another PyTorch's: nothing tells calls apart, so all run in full
+        return lambda *_: True, None
+    return guards.check, tape.plan(filled, result)
 
 
 def forget() -> None:
     """Decide everything anew: something other than the calls themselves has changed."""
-    _plans.clear()
+    global _plans
+    _plans = {}  # calls that are being noted, as decided before, still go into the old one
 
 
 _environment: Any = getattr(os.environ, "_data", None)
@@ -224,6 +236,9 @@ class Tape:
         spans.sort()
         if not self.known or any(second[0] < first[1] for first, second in pairwise(spans)):
             return None  # whose memory an address is in would be a guess
+        given = [i for i, t in enumerate(tensors) if t is result]
+        if not given and not any(t is result for t in self.made):
+            return None  # a part of something, or from elsewhere
 
         def place(t: Tensor) -> tuple[int, int]:
             at = t.data_ptr()
@@ -231,9 +246,9 @@ class Tape:
 
         try:
             launches = [Launch(*made, place) for made in self.launches]
-            written = place(result)[0]
         except StopIteration:
             return None
+        written = given[0] if given else count
         if not any(written == which for made in launches for _, which, _ in made.pointers):
             return None  # it came about in another way
         return Plan(tensors, result, written, scratch, [take for _, take in self.taken], launches)
@@ -270,8 +285,8 @@ class Plan:
             scratch = self.empty(*self.scratch)  # until the last launch
             addresses.append(scratch.data_ptr())
         stream = self.stream(self.index)
-        for take in self.taken:
-            addresses.append(take(stream).data_ptr())
+        taken = [take(stream) for take in self.taken]  # likewise: it may have been made for this call
+        addresses += map(Tensor.data_ptr, taken)
         for again in self.launches:
             again(stream, addresses)
         return result

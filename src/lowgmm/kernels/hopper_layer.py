@@ -146,8 +146,8 @@ def consume(
     GATED: gl.constexpr = LAYOUT != "none"
     QUANTISED: gl.constexpr = QMAX > 0
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
-    # A tile of h is announced when the next one is multiplied: by then its stores need not be waited for.
     LANE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    # A tile of h is announced when the next one is multiplied: by then its stores need not be waited for.
     step, done, met, chunks, pending = 0, 0, 0, 0, -1
     if DIRECT and HALF == 0:
         quantise_token(hidden, xq, scales_x, H, R, clip, WIDTH, QMAX)
