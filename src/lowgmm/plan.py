@@ -125,7 +125,7 @@ class LayerConfig:
             # up, on its way to the warpgroup with the gate; with 64 also the sums of half of the steps
             passed = {64: 2, 128: 1, 256: 0}[self.down_n] * 4 * 64 * self.block_m
             if self.launch == "direct":
-                passed += 2 * 1024 * self.block_m
+                passed += 2 * 1024 * self.block_m  # two chunks of h (``kernels/hopper_direct.py``)
             return ring + 2 * 64 * self.block_m * h_size + passed + 16 * self.block_m + 16 * self.num_stages + 768
         up = (self.block_m + 2 * self.up_n) * self.up_k * element_size
         # The down tile's intermediate arrives as it was written in the queue, whatever the weights have.
