@@ -121,7 +121,7 @@ def main() -> None:
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--output", type=Path, help="JSONL file to write")
     what.add_argument("--render", type=Path, metavar="FILE", help="write the README's table from this result file")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of timing per case (30)")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of timing per case (20)")
     args = parser.parse_args()
     if args.render is not None:
         part = render(args.render.name, *read_lines(args.render))
