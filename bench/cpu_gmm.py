@@ -10,12 +10,15 @@ taken within each round, and what is reported is the median of the rounds' ratio
 A ratio of two medians may compare different minutes, and differs from the ratios in the last columns.
 
 INT8 is timed twice: on quantised input, as an expert layer calls it that quantises each token once for all its experts,
-and on bf16 input, quantising included. Run it on a quiet machine.
+and on bf16 input, quantising included. Run it on a quiet machine: a loop of many small parallel products waits for any
+other process in each, so the cores that others had are recorded.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -102,7 +105,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     env = head["environment"]
     out = [
         f"{env['cpu']}, {env['threads']} threads, torch {env['torch']}, commit {env['commit'][:12]}, "
-        f"`bench/results/{name}`; medians over the rounds, in brackets their 20th to 80th percentile.",
+        f"`bench/results/{name}`.",
         "",
         "| N = K | tokens per expert | µs per expert | × bf16 loop | × fp32 loop | of a plain read of the weights |",
         "|---|---|---|---|---|---|",
@@ -114,6 +117,30 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
         cells += [f"{read['median']:.0%} ({read['p20']:.0%} – {read['p80']:.0%})"]
         out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
+
+
+class Others:
+    """How many cores other processes (and, on a virtual machine, other machines) have had since this object was made,
+    on average: what a quiet machine is, measured beside the rivals. None where the system does not say."""
+
+    def __init__(self) -> None:
+        self.start = self._now()
+
+    def cores(self) -> float | None:
+        if self.start is None or (now := self._now()) is None:
+            return None
+        busy, own, clock = (b - a for a, b in zip(self.start, now, strict=True))
+        return (busy - own) / clock
+
+    @staticmethod
+    def _now() -> tuple[float, float, float] | None:
+        """Seconds of all cores' work, of this process's, and of the clock."""
+        try:
+            ticks = [int(v) for v in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        except OSError:
+            return None
+        busy = sum(ticks) - ticks[3] - ticks[4]  # idle, and idle while a disk works
+        return busy / os.sysconf("SC_CLK_TCK"), time.process_time(), time.perf_counter()
 
 
 def main() -> None:
@@ -135,8 +162,10 @@ def main() -> None:
         w = torch.randn(experts, size, size, generator=g) * size**-0.5
         for rows in TOKENS:
             x = torch.randn(experts * rows, size, generator=g)
-            timings = timing.interleave(rivals(x, w, rows), CPU, rounds=10**6, seconds=args.seconds)
-            line = {"N": size, "K": size, "E": experts, "tokens_per_expert": rows, **summary(timings, experts)}
+            entrants, others = rivals(x, w, rows), Others()
+            timings = timing.interleave(entrants, CPU, rounds=10**6, seconds=args.seconds)
+            line = {"N": size, "K": size, "E": experts, "tokens_per_expert": rows, "cores_of_others": others.cores()}
+            line |= summary(timings, experts)
             lines.append(line)
             rate = size * size / line["us_per_expert"][READ]["median"] / 1e3
             for name in INT8:
@@ -146,7 +175,7 @@ def main() -> None:
                 print(
                     f"{size:>5} {rows:>6} {line['rounds']:>6} {rate:>9.1f} {name[9:] or 'int8':>9} {us:>6.0f}", *ratios
                 )
-            print(end="", flush=True)
+            print(f"{'':>12} cores that other processes had: {line['cores_of_others'] or 0:.2f}", flush=True)
     write_lines(args.output, lines)
 
 

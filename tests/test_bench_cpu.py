@@ -44,6 +44,7 @@ def test_the_cpu_benchmark_writes_what_it_renders(tiny_cpu: Path):
         (64, 1, 5), (64, 3, 5), (96, 1, 5), (96, 3, 5)
     ]  # fmt: skip
     for ln in lines:
+        assert "cores_of_others" in ln
         assert set(ln["us_per_expert"]) == {"read", "fp32 loop", "bf16 loop", "int8 gmm", "int8 gmm of bf16"}
     assert len(cpu_gmm.render("r.jsonl", head, lines).splitlines()) == 4 + len(lines)
 
@@ -65,3 +66,11 @@ def test_the_readmes_cpu_table_is_the_one_that_the_result_file_gives():
         head, lines = common.read_lines(RECORD)
         lines[0][figure]["int8 gmm"]["median"] *= 2
         assert text != common.rendered(text, cpu_gmm.render(RECORD.name, head, lines), "cpu_gmm.py"), figure
+
+
+def test_cores_of_others_are_what_this_process_did_not_use(monkeypatch: pytest.MonkeyPatch):
+    now = cpu_gmm.Others._now()
+    assert now is None or now[0] > 0 < now[1]  # Linux says
+    times = iter([(10.0, 4.0, 100.0), (16.0, 8.0, 102.0)])
+    monkeypatch.setattr(cpu_gmm.Others, "_now", staticmethod(lambda: next(times)))
+    assert cpu_gmm.Others().cores() == 1.0
