@@ -29,7 +29,7 @@ from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
 LANES = gl.constexpr(32)  # groups that a warp looks at together
-BAND = gl.constexpr(8)  # as in kernels/tiles.py
+BAND = gl.constexpr(16)  # as in kernels/tiles.py
 
 
 @gluon.jit
