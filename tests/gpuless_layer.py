@@ -21,6 +21,7 @@ from lowgmm.kernels.arrange import FEW, SUB, bins_of, gather_kernel
 from lowgmm.kernels.arrange import sort_kernel as arrange_sort_kernel
 from lowgmm.kernels.combine import combine_kernel
 from lowgmm.kernels.grouped_mm import promote_every
+from lowgmm.kernels.hopper import box_of
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
@@ -151,8 +152,9 @@ def compile_warp_specialised(
     layout, constants = _constants(config, spec, dtype, between, promote, biased, biased, width)
     names = hopper_layer_kernel.arg_names
     constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
-    boxes = (config.block_m, min(64, config.down_n // 2), 64)
-    x, w13, w2 = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in boxes)
+    of_rows = box_of(config.block_m, config.down_n, dtype.itemsize)
+    boxes = (of_rows, [min(64, config.down_n // 2), config.down_k], [64, config.down_k])
+    x, w13, w2 = (f"tensordesc<{element}{box},{layout!r}>" for box in boxes)
     types = {
         "x": x,
         "hq_tiles": x,

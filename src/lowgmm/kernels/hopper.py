@@ -146,25 +146,46 @@ def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.cons
 
 
 @gluon.jit
+def expect(full, slot, boxes, row_bytes: gl.constexpr, w_bytes: gl.constexpr, MOST: gl.constexpr):
+    """Say how many bytes a slot waits for: those of its weights, and of so many boxes of rows."""
+    for i in gl.static_range(MOST):
+        mbarrier.expect(full.index(slot), w_bytes + (i + 1) * row_bytes, pred=boxes == i + 1)
+
+
+@gluon.jit
+def load_rows(x, xs, full, slot, row, k, boxes):
+    """Ask for a tile's rows by boxes, as many as there are: rows that do not exist take no bandwidth."""
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    WIDTH: gl.constexpr = x.block_type.shape[1]
+    for i in gl.static_range(xs.shape[1] // ROWS):
+        for j in gl.static_range(xs.shape[2] // WIDTH):
+            to = xs.index(slot).slice(i * ROWS, ROWS, dim=0).slice(j * WIDTH, WIDTH, dim=1)
+            tma.async_copy_global_to_shared(x, [row + i * ROWS, k + j * WIDTH], full.index(slot), to, pred=boxes > i)
+
+
+@gluon.jit
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
-    rows, _ends, columns, experts, _sx = box
+    rows, ends, columns, experts, _sx = box
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    SIZE: gl.constexpr = x.dtype.primitive_bitwidth // 8
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
     while row >= 0:
         channel = number(experts, done % BOXES) * N + number(columns, done % BOXES) * BN
+        boxes = gl.cdiv(gl.minimum(number(ends, done % BOXES) - row, BM), ROWS)
         mbarrier.arrive(read.index(done % BOXES))
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BYTES)
+            expect(full, slot, boxes, ROWS * BK * SIZE, BN * BK * SIZE, BM // ROWS)
             for i in gl.static_range(BN // 64):
                 load_block(w, channel + 64 * i, k, ws0, ws1, full, slot, i, BN)
-            tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+            load_rows(x, xs, full, slot, row, k, boxes)
             step += 1
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
@@ -313,7 +334,7 @@ def consume(
 
 @gluon.jit(do_not_specialize=["M", "E"])
 def hopper_kernel(
-    x,  # descriptor [BM, BK] over (M, K)
+    x,  # descriptor ``box_of`` over (M, K)
     w,  # descriptor [64, BK] over (E·N, K)
     y,  # (M, N), row stride stride_ym
     scales_x,  # (M,) float32
@@ -371,19 +392,25 @@ def hopper_kernel(
     # Up to here nothing was read that the launch before may still be writing, so this much of two launches overlaps.
     gdc_wait()
     gdc_launch_dependents()
-    BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
             (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K,
                        stride_ym, 0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
             (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K,
                        stride_ym, 1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BN, BK, STAGES, BOXES, BYTES)),
+            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES)),
             (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
         ],
         [4, 1, 1],
         [232, 40, 40],
     )  # fmt: skip
+
+
+
+def box_of(block_m: int, block_n: int, element_size: int) -> list[int]:
+    """Rows and columns that are loaded at a time. Where experts have few rows, weights and rows are what bounds: a tile
+    higher than its expert has rows loads 32 at a time, so that it costs little."""
+    return [min(block_m, 32) if block_n < 256 else block_m, 128 // element_size]
 
 
 BOXES = 4  # tiles found ahead: more than the ring of operands can hold where tiles are short
@@ -411,7 +438,7 @@ def hopper_mm(
     launch(
         hopper_kernel,
         min(sms, max_row_tiles(M, E, bm) * -(-N // bn)),
-        descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
+        descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), box_of(bm, bn, x.element_size()), layout=layout),
         descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
         *(out, scales_x, scales_w, bias, offsets, ticket),
         *(M, E, N, K, out.stride(0)),

@@ -10,7 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowgmm.kernels.hopper import begin, load_block, multiply, number
+from lowgmm.kernels.hopper import begin, expect, load_block, load_rows, multiply, number
 from lowgmm.kernels.hopper_direct import CHUNK, clear, leave, multiply_row, quantise_token
 from lowgmm.kernels.hopper_queue import schedule
 from lowgmm.kernels.hopper_tasks import (
@@ -59,10 +59,15 @@ def produce(
     H, I, S, expert_rows, tiles1, passes,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr, GATED: gl.constexpr, QUANTISED: gl.constexpr,
-    DIRECT: gl.constexpr, X_BYTES: gl.constexpr, W_BYTES: gl.constexpr,
+    DIRECT: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tasks."""
     rows, ends, columns, experts, kinds, blocks = box
+    HIGH: gl.constexpr = x.block_type.shape[0]
+    SIZE: gl.constexpr = x.dtype.primitive_bitwidth // 8
+    X_BYTES: gl.constexpr = HIGH * BK * SIZE
+    W_BYTES: gl.constexpr = BN * BK * SIZE
+    MOST: gl.constexpr = BM // HIGH
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
@@ -71,18 +76,19 @@ def produce(
         kind, column, expert = number(kinds, at), number(columns, at), number(experts, at)
         end, block = number(ends, at), number(blocks, at)
         mbarrier.arrive(read.index(at))
+        boxes = gl.cdiv(gl.minimum(end - row, BM), HIGH)
         if kind == UP:
             channel = expert * expert_rows + column * UP_N
             for k in range(0, H, BK):
                 slot = step % STAGES
                 mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
+                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
                 load_gate_up(w_gate, w_up, channel, k, ws0, ws1, full, slot, GATED, BN)
                 if DIRECT:
                     mbarrier.wait(given.index(2), 0)
-                    tma.async_copy_global_to_shared(x, [0, k], full.index(slot), xs.index(slot))
+                    load_rows(x, xs, full, slot, 0, k, 1)
                 else:
-                    tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+                    load_rows(x, xs, full, slot, row, k, boxes)
                 step += 1
         elif kind == DOWN and DIRECT:
             channel = expert * H + column * BN
@@ -100,7 +106,7 @@ def produce(
             for i in range(0, ahead):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
+                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
             if QUANTISED:
@@ -110,14 +116,14 @@ def produce(
             async_fence()
             for i in range(0, ahead):
                 slot = (step + i) % STAGES
-                tma.async_copy_global_to_shared(h, [row, i * BK], full.index(slot), xs.index(slot))
+                load_rows(h, xs, full, slot, row, i * BK, boxes)
             for i in range(ahead, steps):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
+                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
-                tma.async_copy_global_to_shared(h, [row, i * BK], full.index(slot), xs.index(slot))
+                load_rows(h, xs, full, slot, row, i * BK, boxes)
             step += steps
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
@@ -282,11 +288,11 @@ def consume(
     do_not_specialize=["R", "E", "S"], do_not_specialize_on_alignment=["absmax", "order", "offsets", "ready", "ticket"]
 )
 def hopper_layer_kernel(
-    x,  # descriptor [BM, BK] over (R, H): each slot's token, by expert; with DIRECT over (1, H)
+    x,  # descriptor ``hopper.box_of`` over (R, H): each slot's token, by expert; with DIRECT over (1, H)
     w_gate,  # descriptor [64, BK], with BN = 64 [32, BK]: the gate rows of all experts, expert_rows apart; without a
     # gate all rows
     w_up,  # likewise
-    hq_tiles,  # descriptor [BM, BK] over (R, I)
+    hq_tiles,  # descriptor ``hopper.box_of`` over (R, I)
     w2,  # descriptor [64, BK] over (E·H, I)
     hidden,  # (H,), with DIRECT
     xq,  # (H,), with DIRECT: what ``x`` describes, written
@@ -392,8 +398,6 @@ def hopper_layer_kernel(
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
-    X_BYTES: gl.constexpr = BM * BK * (x.dtype.primitive_bitwidth // 8)
-    W_BYTES: gl.constexpr = BN * BK * (x.dtype.primitive_bitwidth // 8)
     tiles1, tiles2, passes = gl.cdiv(I, UP_N), gl.cdiv(H, BN), gl.cdiv(I, PASS)
     gl.warp_specialize(
         [
@@ -409,7 +413,7 @@ def hopper_layer_kernel(
                        ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, given, H, I,
                        S, expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,
-                       DIRECT, X_BYTES, W_BYTES)),
+                       DIRECT)),
             (schedule, (ids, offsets, ticket, box, posted, read, given, R, E, tiles1, passes, tiles2, gl.cdiv(I, CHUNK),
                         BM, ROWS, BOXES, QMAX > 0 and not DIRECT, DIRECT)),
         ],

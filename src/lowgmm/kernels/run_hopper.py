@@ -17,7 +17,7 @@ from lowgmm.gpu import describe
 from lowgmm.kernels.arrange import arrange
 from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
-from lowgmm.kernels.hopper import BOXES
+from lowgmm.kernels.hopper import BOXES, box_of
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
 from lowgmm.kernels.queue import counters
 from lowgmm.layer import LayerSpec, Weights
@@ -78,25 +78,26 @@ def moe_ffn(
         w13.bias is not None, w2.bias is not None, min(triton.next_power_of_2(width), WIDTH) if direct else 0,
     )  # fmt: skip
 
-    def tiles(values: Tensor, columns: int, row_stride: int, block: int) -> Any:
+    def tiles(values: Tensor, columns: int, row_stride: int, block: list[int]) -> Any:
         rows = -(-values.numel() // row_stride)
-        return descriptor(TensorDescriptor, values, (rows, columns), (row_stride, 1), [block, bk], layout=layout)
+        return descriptor(TensorDescriptor, values, (rows, columns), (row_stride, 1), block, layout=layout)
 
     # Rows of gate and up, seen as two matrices: below each other, or in turns.
     across, expert_rows = (2, inner) if spec.gate_up == "interleaved" else (1, values13.shape[1])
     gate = values13.view(-1)
     up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
+    of_rows = box_of(bm, bn, x.element_size())
     token = (hidden, x, ids) if direct else (None, None, None)
     written = (y, h, hq, scales_x, scales_h)
     parts = (w13.scales, w2.scales, w13.bias, w2.bias)
     launch(
         hopper_layer_kernel,
         _programs(rows, num_experts, width, inner, config, describe(device).sms),
-        tiles(x, width, stride, bm),
-        tiles(gate, width, across * width, min(64, bn // 2)),
-        tiles(up, width, across * width, min(64, bn // 2)),
-        tiles(hq, inner, stride, bm),
-        tiles(values2.view(-1), inner, inner, 64),
+        tiles(x, width, stride, of_rows),
+        tiles(gate, width, across * width, [min(64, bn // 2), bk]),
+        tiles(up, width, across * width, [min(64, bn // 2), bk]),
+        tiles(hq, inner, stride, of_rows),
+        tiles(values2.view(-1), inner, inner, [64, bk]),
         *token,
         *written,
         *(absmax, *parts, order, weights, offsets, ticket, ready),
