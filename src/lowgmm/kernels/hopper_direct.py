@@ -133,7 +133,7 @@ def finish(y, result, arrived, slots, column, H, stride, A: gl.constexpr):
 @gluon.jit
 def write_zeros(result, H):
     """One warp: this program's share of a result to which no expert contributes."""
-    LINE: gl.constexpr = gl.BlockedLayout([8], [32], [gl.num_warps()], [0])
-    n = gl.arange(0, 256, layout=LINE)
+    n = gl.arange(0, 256, layout=gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    zeros = gl.full([256], 0, result.dtype.element_ty, n.type.layout)
     for start in range(gl.program_id(0) * 256, H, gl.num_programs(0) * 256):
-        gl.store(result + start + n, gl.full([256], 0, result.dtype.element_ty, LINE), mask=start + n < H)
+        gl.store(result + start + n, zeros, mask=start + n < H)
