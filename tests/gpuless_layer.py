@@ -142,7 +142,7 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
 def compile_warp_specialised(
     spec: LayerSpec, config: LayerConfig, dtype: torch.dtype, biased: bool, request: dict[str, Any], target: GPUTarget
 ) -> list[dict[str, int]]:
-    """Both products, and the launch before them; combine is every layer's."""
+    """Both products, and the launch before them; combine, where there is one, is every layer's."""
     fmt, element = format_of(dtype), ELEMENT[dtype]
     promote = promote_every(dtype, gpu_of(target)) > 0
     between = torch.float32 if request.get("h_size") == 4 else torch.bfloat16

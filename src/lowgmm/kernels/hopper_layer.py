@@ -346,8 +346,8 @@ def hopper_layer_kernel(
 ):
     """Grid (programs,). The warps, boxes and ring of ``hopper_kernel``; a box says of which kind its task is.
 
-    h and y may share memory, and so may x and hq: a row block's down tiles come when all of its h is quantised, and
-    its h is quantised when all of its gate/up tiles are done.
+    Without DIRECT h and y may share memory, and so may x and hq: a row block's down tiles come when all of its h is
+    quantised, and its h is quantised when all of its gate/up tiles are done.
     """
     FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = LAYOUT != "none"
