@@ -50,20 +50,27 @@ class Group:
 
 
 def read(*paths: Path) -> tuple[dict[str, Any], list[Group]]:
-    """The environment of a sweep (in one file or in parts), and its groups."""
+    """The environment of a sweep, and its groups. Parts of one commit add up; a part of another one replaces the cases
+    that it has, because only times of one kernel can be told apart."""
     groups: dict[tuple[str, str], Group] = {}
+    commits: dict[tuple[str, str], str] = {}
     heads = []
     for path in paths:
         head, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
         heads.append(head["environment"])
+        commit = heads[-1]["commit"]
         for line in lines:
             case = GMM_CASES[line["case"]]
             problem = Problem(case.E, case.M, case.N, case.K, DTYPES[line["format"]])
-            group = groups.setdefault((case.name, line["format"]), Group(case.name, problem, case.sizes, {}))
+            key = case.name, line["format"]
+            if commits.setdefault(key, commit) != commit:
+                del groups[key]
+                commits[key] = commit
+            group = groups.setdefault(key, Group(case.name, problem, case.sizes, {}))
             group.times[TileConfig.parse(line["config"])] = line["us"] * 1e-6
-    if len({(head["device_name"], head.get("commit")) for head in heads}) != 1:
-        raise SystemExit(f"parts of a sweep come from one GPU and one commit: {', '.join(map(str, paths))}")
-    return heads[0], list(groups.values())
+    if len({head["device_name"] for head in heads}) != 1:
+        raise SystemExit(f"parts of a sweep come from one GPU: {', '.join(map(str, paths))}")
+    return {**heads[0], "commit": " ".join(dict.fromkeys(head["commit"] for head in heads))}, list(groups.values())
 
 
 def fit(groups: Sequence[Group], gpu: Gpu) -> tuple[Rates, Factors]:

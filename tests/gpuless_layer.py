@@ -143,13 +143,13 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
 def compile_warp_specialised(
     spec: LayerSpec, config: LayerConfig, dtype: torch.dtype, biased: bool, request: dict[str, Any], target: GPUTarget
 ) -> list[dict[str, int]]:
-    """Both products, and the launch before them; combine is every layer's."""
+    """Both products, and the launch before them; combine, where there is one, is every layer's."""
     fmt, element = format_of(dtype), ELEMENT[dtype]
     promote = promote_every(dtype, gpu_of(target)) > 0
     between = torch.float32 if request.get("h_size") == 4 else torch.bfloat16
     direct = config.launch == "direct"
-    width = min(triton.next_power_of_2(request["H"]), WIDTH) if direct else 0
-    layout, constants = _constants(config, spec, dtype, between, promote, biased, biased, width)
+    one = (request["A"], min(triton.next_power_of_2(request["H"]), WIDTH)) if direct else (0, 0)
+    layout, constants = _constants(config, spec, dtype, between, promote, biased, biased, *one)
     names = hopper_layer_kernel.arg_names
     constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
     of_rows = box_of(config.block_m, config.down_n, dtype.itemsize)
@@ -167,14 +167,15 @@ def compile_warp_specialised(
         "hidden": "*bf16",
         "xq": f"*{element}",
         "ids": "*i64",
+        "result": "*bf16",
     }
     types |= dict.fromkeys(("scales_x", "scales_h", "w13_scales", "w2_scales", "topk_weights"), "*fp32")
-    types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready"), "*i32")
+    types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready", "arrived"), "*i32")
     types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("clip", "slope", "bound"), "fp32")
     types |= dict.fromkeys(("R", "E", "H", "I", "S", "expert_rows", "stride"), "i32")
     constexprs |= {} if biased else {"w13_bias": None, "w2_bias": None}
     constexprs |= {"w13_scales": None, "w2_scales": None} if fmt is None else {}
-    constexprs |= dict.fromkeys(("order", "offsets") if direct else ("hidden", "xq", "ids"))
+    constexprs |= dict.fromkeys(("order", "offsets") if direct else ("hidden", "xq", "ids", "result", "arrived"))
     divisible = {"H", "I", "expert_rows", "stride"}
     made = [compile_kernel(hopper_layer_kernel, types, constexprs, target, divisible, GluonASTSource, num_warps=4)]
     if request.get("all"):

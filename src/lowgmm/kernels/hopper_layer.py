@@ -10,8 +10,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowgmm.kernels.combine import slots_of
 from lowgmm.kernels.hopper import begin, expect, load_block, load_rows, multiply, number
-from lowgmm.kernels.hopper_direct import CHUNK, clear, leave, multiply_row, quantise_token
+from lowgmm.kernels.hopper_direct import CHUNK, clear, finish, leave, multiply_row, quantise_token
 from lowgmm.kernels.hopper_queue import schedule
 from lowgmm.kernels.hopper_tasks import (
     DOWN,
@@ -132,12 +133,12 @@ def produce(
 
 @gluon.jit
 def consume(
-    hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order, topk_weights,
-    ready, xs, hs, ws, box, out, vectors, other, partial, full, empty, posted, read, passed, taken, given,
-    R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
+    hidden, xq, ids, result, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
+    topk_weights, ready, arrived, xs, hs, ws, box, out, vectors, other, partial, full, empty, posted, read, passed,
+    taken, given, R, E, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BOXES: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr,
-    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr, A: gl.constexpr,
     WIDTH: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr, CLAMPED: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr, BIAS1: gl.constexpr, BIAS2: gl.constexpr,
 ):  # fmt: skip
@@ -158,6 +159,8 @@ def consume(
     if DIRECT and HALF == 0:
         quantise_token(hidden, xq, scales_x, H, R, clip, WIDTH, QMAX)
         mbarrier.arrive(given.index(2))
+    if DIRECT and STORES:
+        slots = slots_of(order, ids, topk_weights, 0, E, A, False, WEIGHT_ON_INPUT)
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
@@ -275,6 +278,8 @@ def consume(
                     write(turn(value0, out), y, row, end, column, H, stride, BM)
                     if TWO:
                         write(turn(value1, out), y, row, end, column + 64, H, stride, BM)
+                    if DIRECT:
+                        finish(y, result, arrived, slots, column, H, stride, A)
             if DIRECT:
                 if kind == DOWN:
                     clear(ready, absmax, ready + S, number(blocks, at), left, 2 * tiles2 - 1, LANE)
@@ -285,7 +290,8 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["R", "E", "S"], do_not_specialize_on_alignment=["absmax", "order", "offsets", "ready", "ticket"]
+    do_not_specialize=["R", "E", "S"],
+    do_not_specialize_on_alignment=["absmax", "order", "offsets", "ticket", "ready", "arrived"],
 )
 def hopper_layer_kernel(
     x,  # descriptor ``hopper.box_of`` over (R, H): each slot's token, by expert; with DIRECT over (1, H)
@@ -297,6 +303,7 @@ def hopper_layer_kernel(
     hidden,  # (H,), with DIRECT
     xq,  # (H,), with DIRECT: what ``x`` describes, written
     ids,  # (R,), with DIRECT
+    result,  # (H,), with DIRECT written
     y,  # (R, H), row stride ``stride`` like all that are written
     h,  # (R, I), written
     hq,  # (R, I), written; h if it is not quantised; not used with DIRECT
@@ -312,6 +319,7 @@ def hopper_layer_kernel(
     offsets,  # (E+1,) int32
     ticket,  # (1,) int32, zero: the queue's counter
     ready,  # (2, S) int32, zero: per row block, how many parts of h are written, and how many are quantised
+    arrived,  # (cdiv(H, BN) · BN/64,) int32, zero, with DIRECT: of 64 columns of y, how many slots' are written
     R,
     E,
     H,
@@ -332,7 +340,8 @@ def hopper_layer_kernel(
     INT: gl.constexpr,
     PROMOTE: gl.constexpr,
     QMAX: gl.constexpr,  # 0: not quantised
-    DIRECT: gl.constexpr,  # one token: nothing was arranged, and the down tiles quantise h
+    DIRECT: gl.constexpr,  # one token: nothing was arranged, the down tiles quantise h and sum the slots
+    A: gl.constexpr,  # R, with DIRECT
     WIDTH: gl.constexpr,  # power of two: columns of the token that are looked at together
     ACTIVATION: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -343,8 +352,8 @@ def hopper_layer_kernel(
 ):
     """Grid (programs,). The warps, boxes and ring of ``hopper_kernel``; a box says of which kind its task is.
 
-    h and y may share memory, and so may x and hq: a row block's down tiles come when all of its h is quantised, and
-    its h is quantised when all of its gate/up tiles are done.
+    Without DIRECT h and y may share memory, and so may x and hq: a row block's down tiles come when all of its h is
+    quantised, and its h is quantised when all of its gate/up tiles are done.
     """
     FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = LAYOUT != "none"
@@ -401,21 +410,21 @@ def hopper_layer_kernel(
     tiles1, tiles2, passes = gl.cdiv(I, UP_N), gl.cdiv(H, BN), gl.cdiv(I, PASS)
     gl.warp_specialize(
         [
-            (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
-                       order, topk_weights, ready, xs, hs, ws0, box, out0, vectors0, other, partial, full, empty,
-                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
-                       0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
-                       ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
-            (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
-                       order, topk_weights, ready, xs, hs, ws1, box, out1, vectors1, other, partial, full, empty,
-                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
-                       1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
-                       ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
+            (consume, (hidden, xq, ids, result, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias,
+                       w2_bias, order, topk_weights, ready, arrived, xs, hs, ws0, box, out0, vectors0, other, partial,
+                       full, empty, posted, read, passed, taken, given, R, E, H, I, S, tiles1, tiles2, stride, clip,
+                       slope, bound, 0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, A,
+                       WIDTH, ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
+            (consume, (hidden, xq, ids, result, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias,
+                       w2_bias, order, topk_weights, ready, arrived, xs, hs, ws1, box, out1, vectors1, other, partial,
+                       full, empty, posted, read, passed, taken, given, R, E, H, I, S, tiles1, tiles2, stride, clip,
+                       slope, bound, 1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, A,
+                       WIDTH, ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, given, H, I,
                        S, expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,
                        DIRECT)),
-            (schedule, (ids, offsets, ticket, box, posted, read, given, R, E, tiles1, passes, tiles2, gl.cdiv(I, CHUNK),
-                        BM, ROWS, BOXES, QMAX > 0 and not DIRECT, DIRECT)),
+            (schedule, (ids, result, offsets, ticket, box, posted, read, given, R, E, H, tiles1, passes, tiles2,
+                        gl.cdiv(I, CHUNK), BM, ROWS, BOXES, QMAX > 0 and not DIRECT, DIRECT)),
         ],
         [4, 1, 1],
         [232, 40, 40],
