@@ -90,8 +90,10 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
         constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promote > 0}
-        x, w = (f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
-            for rows, columns in (box_of(bm, bn, problem.dtype.itemsize), (64, bk)))
+        x, w = (
+            f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
+            for rows, columns in (box_of(bm, bn, problem.dtype.itemsize), (64, bk))
+        )
         kernel, source_type = hopper_kernel, GluonASTSource
     else:
         constants |= {

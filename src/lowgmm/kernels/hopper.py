@@ -406,7 +406,6 @@ def hopper_kernel(
     )  # fmt: skip
 
 
-
 def box_of(block_m: int, block_n: int, element_size: int) -> list[int]:
     """Rows and columns that are loaded at a time. Where experts have few rows, weights and rows are what bounds: a tile
     higher than its expert has rows loads 32 at a time, so that it costs little."""
