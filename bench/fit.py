@@ -3,7 +3,10 @@
     python bench/fit.py bench/results/sweep_h200.jsonl            # fits, reports, writes src/lowgmm/measured/
     python bench/fit.py bench/results/sweep_h200.jsonl --dry-run  # only reports
 
-Several files are one sweep taken in parts (cases or formats); they must come from one GPU and one commit.
+Several files are one sweep taken in parts (cases or formats) on one GPU. A part of another commit replaces the cases
+that it has:
+
+    python bench/fit.py bench/results/sweep_h200.jsonl bench/results/sweep_uneven_h200.jsonl --choices
 
 Needs no GPU. The report is the ratio of what ``pick`` would choose without any measurement to the best of the sweep.
 """
@@ -216,20 +219,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, nargs="+", help="JSONL of bench/sweep.py, or its parts")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
+    parser.add_argument("--choices", action="store_true", help="keep the model and the candidates, only choose again")
     args = parser.parse_args()
     env, groups = read(*args.sweep)
     gpu = H200
     assert env["device_name"] == gpu.name, f"the sweep is of {env['device_name']}; add its facts to lowgmm.gpu first"
-    rates, factors = fit(groups, gpu)
     formats = sorted({g.problem.format for g in groups})
-    candidates = {f: tuple(choose([g for g in groups if g.problem.format == f])) for f in formats}
+    if args.choices:
+        kept = tune_cache.nearest(gpu.name)
+        rates, factors, candidates = kept.rates, {f: dict(by) for f, by in kept.factors.items()}, dict(kept.candidates)
+    else:
+        rates, factors = fit(groups, gpu)
+        candidates = {f: tuple(choose([g for g in groups if g.problem.format == f])) for f in formats}
     if "bf16" not in candidates:
         candidates["bf16"] = tuple(dict.fromkeys(halved(t) for t in candidates["int8"]))
     source = {"sweep": " ".join(path.name for path in args.sweep)} | {
         k: str(env[k]) for k in ("commit", "torch", "triton") if k in env
     }
     table = tune_cache.Shipped(gpu.name, source, rates, factors, candidates, measured(groups, candidates))
-    distrust(groups, gpu, table)
+    if not args.choices:
+        distrust(groups, gpu, table)
     for format in formats:
         chosen = picks([g for g in groups if g.problem.format == format], gpu, table)
         mean, worst, missing = report(chosen)
