@@ -12,15 +12,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.formats import QuantFormat
-from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
+from lowgmm.kernels.quantize import absmax_of, absolute_bits, round_to, row_absmax, scales_of
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import load_ids
 from lowgmm.replay import empty, launch
 
-COLUMNS = tl.constexpr(8)
-"""Experts that one program of the scan sums up."""
-
-DRAWN, COUNTED, SCANNED, FINISHED = (tl.constexpr(i) for i in range(4))
+DRAWN, COUNTED, FINISHED = (tl.constexpr(i) for i in range(3))
 """Words of the gate."""
 
 
@@ -42,93 +39,176 @@ def announce(counter):
 
 
 @triton.jit
-def count_chunk(ids, counts, first, end, E, BINS: tl.constexpr, SUB: tl.constexpr):
-    """Slots of each expert in a chunk."""
-    i = tl.arange(0, SUB)
+def count(ids, first, end, E, BINS: tl.constexpr, STEP: tl.constexpr):
+    """Slots of each expert from ``first`` to ``end``."""
+    i = tl.arange(0, STEP)
     sizes = tl.zeros((BINS,), dtype=tl.int32)
-    for start in tl.range(first, end, SUB):
-        sizes += tl.histogram(load_ids(ids, start + i, end, E), BINS)
-    tl.store(counts + tl.arange(0, BINS), sizes)
-
-
-@triton.jit
-def scan_chunks(counts, totals, column, chunks, BINS: tl.constexpr):
-    """In place: how many slots of these experts all chunks before a chunk have; and how many all have."""
-    i, bins = tl.arange(0, 256), column + tl.arange(0, COLUMNS)
-    total = tl.zeros((COLUMNS,), dtype=tl.int32)
-    for start in tl.range(0, chunks, 256):
-        at = (start + i)[:, None] * BINS + bins[None, :]
-        sizes = tl.load(counts + at, mask=(start + i < chunks)[:, None], other=0)
-        tl.store(counts + at, total[None, :] + tl.cumsum(sizes, 0) - sizes, mask=(start + i < chunks)[:, None])
-        total += tl.sum(sizes, 0)
-    tl.store(totals + bins, total)
-
-
-@triton.jit
-def place_chunk(
-    ids, counts, totals, order, inverse, offsets, chunk, first, end, E, BINS: tl.constexpr, SUB: tl.constexpr
-):  # fmt: skip
-    """Sorted positions of a chunk's slots, from how many slots of each expert there are in all, and before it."""
-    bins, i, lane = tl.arange(0, BINS), tl.arange(0, SUB), tl.arange(0, 32)
-    total = tl.load(totals + bins)
-    following = tl.cumsum(total, 0) - total
-    if chunk == 0:
-        tl.store(offsets + bins, following, mask=bins <= E)
-    following += tl.load(counts + chunk * BINS + bins)
-    for start in tl.range(first, end, SUB):
+    for start in tl.range(first, end, STEP):
         e = load_ids(ids, start + i, end, E)
-        position = tl.gather(following, e, 0)
-        for other in tl.range(0, SUB, 32):  # a few at a time, for want of registers
-            f = load_ids(ids, start + other + lane, end, E)
-            position += tl.sum(((e[:, None] == f[None, :]) & (other + lane[None, :] < i[:, None])).to(tl.int32), 1)
-        tl.store(order + position, start + i, mask=start + i < end)
-        tl.store(inverse + start + i, position, mask=start + i < end)
-        if start + SUB < end:
-            following += tl.histogram(e, BINS)
+        sizes += tl.histogram(e, BINS, e < E)
+    return sizes
 
 
-@triton.jit(do_not_specialize=["R", "E", "chunks", "size"], do_not_specialize_on_alignment=["inverse", "offsets"])
+@triton.jit
+def add_up(counts, group, groups, E, BINS: tl.constexpr):
+    """Slots of each expert in all groups, and in those before a group."""
+    ROWS: tl.constexpr = max(1, min(32, 8192 // BINS))
+    i, bins = tl.arange(0, ROWS), tl.arange(0, BINS)
+    total, before = tl.zeros((BINS,), dtype=tl.int32), tl.zeros((BINS,), dtype=tl.int32)
+    read = bins < tl.cdiv(E, 8) * 8  # a multiple of 8, so that loads stay wide
+    for start in tl.range(0, groups, ROWS):
+        at = (start + i)[:, None]
+        sizes = tl.load(counts + at * BINS + bins[None, :], mask=(at < groups) & read[None, :], other=0)
+        total += tl.sum(sizes, 0)
+        before += tl.sum(tl.where(at < group, sizes, 0), 0)
+    return total, before
+
+
+@triton.jit
+def rank_of(e, SUB: tl.constexpr):
+    """How many of these slots come before each of them and have the same expert."""
+    i, j = tl.arange(0, SUB), tl.arange(0, 64)
+    key = e * SUB + i
+    rank = tl.zeros((SUB,), dtype=tl.int32)
+    for other in tl.range(0, SUB, 64):  # not all at once, for want of registers
+        # Expert equal and slot lower in one comparison: 0 <= difference < i.
+        difference = key[None, :] - 1 - tl.gather(key, other + j, 0)[:, None]
+        rank += tl.sum((difference.to(tl.uint32, bitcast=True) < i[None, :].to(tl.uint32)).to(tl.int32), 0)
+    return rank
+
+
+@triton.jit
+def place(
+    ids, order, inverse, offsets, counts, gate, chunk, R, E, groups, size,
+    GATED: tl.constexpr, PDL: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
+):  # fmt: skip
+    """Sorted positions of SUB slots. Whatever they can tell without the groups' counts comes before the wait."""
+    i, first = tl.arange(0, SUB), chunk * SUB
+    group = first // size
+    e = load_ids(ids, first + i, R, E)
+    rank = rank_of(e, SUB)
+    near = count(ids, group * size, first, E, BINS, STEP)
+    if GATED:
+        wait_for(gate + COUNTED, groups)
+    elif PDL:
+        gdc_wait()
+    total, before = add_up(counts, group, groups, E, BINS)
+    start = tl.cumsum(total, 0) - total
+    before += near
+    # Slots without an expert come after all that have one: as many as are before this chunk and are not in ``before``.
+    last = first + tl.sum(total - before, 0)
+    if chunk == 0:
+        bins = tl.arange(0, BINS)
+        tl.store(offsets + bins, start, mask=bins < E)
+        tl.store(offsets + E, last)
+    position = rank + tl.where(e < E, tl.gather(start + before, tl.minimum(e, BINS - 1), 0), last)
+    tl.store(order + position, first + i, mask=first + i < R)
+    tl.store(inverse + first + i, position, mask=first + i < R)
+
+
+@triton.jit
+def quantize_some(
+    x, q, scales, first, T, H, stride, clip,
+    QMAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """ROWS tokens as ``quantize.quantize_row`` has them, in one pass if BLOCK columns are all."""
+    t, k = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    inside = (t < T)[:, None]
+    token = x + t.to(tl.int64)[:, None] * stride + k[None, :]
+    written = q + t.to(tl.int64)[:, None] * H + k[None, :]
+    v = tl.load(token, mask=inside & (k < H)[None, :], other=0.0).to(tl.float32)
+    bits = tl.max(absolute_bits(v), 1)
+    if not WHOLE:
+        for start in tl.range(BLOCK, H, BLOCK):
+            w = tl.load(token + start, mask=inside & (start + k < H)[None, :], other=0.0).to(tl.float32)
+            bits = tl.maximum(bits, tl.max(absolute_bits(w), 1))
+    row_inverse, scale = scales_of(absmax_of(bits, clip), QMAX)
+    tl.store(scales + t, scale, mask=t < T)
+    v = round_to(v * row_inverse[:, None], QMAX, q.dtype.element_ty)
+    tl.store(written, v, mask=inside & (k < H)[None, :])
+    if not WHOLE:
+        for start in tl.range(BLOCK, H, BLOCK):
+            w = tl.load(token + start, mask=inside & (start + k < H)[None, :], other=0.0).to(tl.float32)
+            w = round_to(w * row_inverse[:, None], QMAX, q.dtype.element_ty)
+            tl.store(written + start, w, mask=inside & (start + k < H)[None, :])
+
+
+@triton.jit
+def count_group(ids, counts, group, R, E, size, BINS: tl.constexpr, STEP: tl.constexpr):
+    first = group * size
+    sizes = count(ids, first, tl.minimum(first + size, R), E, BINS, STEP)
+    tl.store(counts + group * BINS + tl.arange(0, BINS), sizes)
+
+
+@triton.jit(do_not_specialize=["R", "E", "size"])
+def count_kernel(ids, counts, R, E, size, PDL: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr):
+    """Grid (groups,): slots of each expert in each group, where sort_kernel is not GATED."""
+    if PDL:
+        gdc_launch_dependents()
+    count_group(ids, counts, tl.program_id(0), R, E, size, BINS, STEP)
+
+
+@triton.jit(
+    do_not_specialize=["R", "E", "T", "groups", "chunks", "size"], do_not_specialize_on_alignment=["inverse", "offsets"]
+)
 def sort_kernel(
     ids,  # (R,) int
     order,  # (R,) int32, written: as ``routing.route`` defines it
     inverse,  # (R,) int32, written likewise
     offsets,  # (E+1,) int32, written likewise
-    counts,  # (chunks + 1, BINS) int32, written
-    gate,  # (4,) int32, zero before and after: tickets drawn, chunks counted, columns scanned, chunks placed
+    counts,  # (groups, BINS) int32, written
+    gate,  # (4,) int32, zero before and after: tickets drawn, groups counted, chunks placed
+    x,  # (T, H) float, row stride stride_x
+    xq,  # (T, H) int8 or float8e4nv, written
+    scales,  # (T,) float32, written
     R,
     E,
-    chunks,
-    size,  # slots of a chunk, a multiple of SUB
+    groups,
+    chunks,  # of SUB slots
+    size,  # slots of a group, a multiple of STEP
+    T,
+    H,
+    stride_x,
+    clip,
+    QMAX: tl.constexpr,  # 0: no tokens are quantised
+    GATED: tl.constexpr,
     PDL: tl.constexpr,
-    BINS: tl.constexpr,  # power of two > E + 1, at least COLUMNS
+    BINS: tl.constexpr,  # power of two >= E, at least 8
+    STEP: tl.constexpr,  # slots that are counted at a time
     SUB: tl.constexpr,
+    ROWS: tl.constexpr,  # tokens that are quantised at a time
+    BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # BLOCK >= H
 ):
-    """Grid (2 · chunks + BINS/COLUMNS,): programs that count a chunk's slots, that scan the counts, that place a
-    chunk's slots. A program's number is a ticket: whoever is waited for has started before whoever waits, in whatever
+    """Grid (groups + chunks + cdiv(T, ROWS),): programs that count a group's slots, that place a chunk's slots, that
+    quantise tokens. The first two draw tickets: whoever is waited for has started before whoever waits, in whatever
     order the hardware starts them.
     """
     if PDL:
         gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
-    totals = counts + chunks * BINS
-    pid = tl.atomic_add(gate + DRAWN, 1, sem="relaxed")
-    scanning = BINS // COLUMNS
-    if pid < chunks:
-        count_chunk(ids, counts + pid * BINS, pid * size, tl.minimum(pid * size + size, R), E, BINS, SUB)
-        announce(gate + COUNTED)
-    elif pid < chunks + scanning:
-        wait_for(gate + COUNTED, chunks)
-        scan_chunks(counts, totals, (pid - chunks) * COLUMNS, chunks, BINS)
-        announce(gate + SCANNED)
+    pid = tl.program_id(0)
+    if not GATED:
+        groups_here = 0
     else:
-        wait_for(gate + SCANNED, scanning)
-        chunk = pid - chunks - scanning
-        first = chunk * size
-        place_chunk(
-            ids, counts, totals, order, inverse, offsets, chunk, first, tl.minimum(first + size, R), E, BINS, SUB
-        )  # fmt: skip
-        if tl.atomic_add(gate + FINISHED, 1, sem="relaxed") == chunks - 1:  # nobody draws or waits any more
-            for i in tl.static_range(FINISHED + 1):
-                tl.store(gate + i, 0)
+        groups_here = groups
+    if pid < groups_here + chunks:
+        if GATED:
+            pid = tl.atomic_add(gate + DRAWN, 1, sem="relaxed")
+        if pid < groups_here:
+            count_group(ids, counts, pid, R, E, size, BINS, STEP)
+            announce(gate + COUNTED)
+        else:
+            chunk = pid - groups_here
+            place(
+                ids, order, inverse, offsets, counts, gate, chunk, R, E, groups, size, GATED, PDL, BINS, STEP, SUB
+            )  # fmt: skip
+            if GATED:
+                if tl.atomic_add(gate + FINISHED, 1, sem="relaxed") == chunks - 1:  # nobody draws or waits any more
+                    for i in tl.static_range(FINISHED + 1):
+                        tl.store(gate + i, 0)
+    elif QMAX > 0:
+        first = (pid - groups_here - chunks) * ROWS
+        quantize_some(x, xq, scales, first, T, H, stride_x, clip, QMAX, ROWS, BLOCK, WHOLE)
 
 
 @triton.jit
@@ -143,7 +223,8 @@ def clear(words, number, mine, programs):
 @triton.jit(do_not_specialize=["R", "E", "number"], do_not_specialize_on_alignment=["inverse", "offsets", "zeros"])
 def gather_kernel(
     ids,  # (T, A) int
-    x,  # (T, H) float, row stride stride_x
+    x,  # (T, H) float, or quantised, with ``known``; row stride stride_x
+    known,  # (T,) float32: the quantised tokens' scales
     xq,  # (R, H) int8, float8e4nv or bfloat16, row stride stride_xq, written by sorted row
     scales,  # (R,) float32, written likewise
     order,  # (R,) int32, with SORT written
@@ -165,25 +246,28 @@ def gather_kernel(
     SLOTS: tl.constexpr,  # power of two >= R, with SORT
     BLOCK: tl.constexpr,
 ):
-    """Grid (T,): a token is quantised once, and written to the sorted row of each of its slots.
+    """Grid (T,): a token, quantised once if it is not yet, is written to the sorted row of each of its slots.
 
     With SORT, for a few slots, each program finds out itself where its slots come, by looking at all; and a program
     more writes the offsets.
     """
+    t = tl.program_id(0)
+    if t * A < R:
+        clear(zeros, number, t, R // A)
     if PDL:
         if not SORT:
             gdc_wait()
         gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
-    t = tl.program_id(0)
     if SORT:
         i = tl.arange(0, SLOTS)
         all_ids = load_ids(ids, i, R, E)
     if t * A < R:
-        clear(zeros, number, t, R // A)
         k = tl.arange(0, BLOCK)
         token = x + t.to(tl.int64) * stride_x
         if QMAX > 0:
             row_inverse, scale = scales_of(row_absmax(token, H, clip, BLOCK), QMAX)
+        elif known is not None:
+            scale = tl.load(known + t)
         for start in tl.range(0, H, BLOCK):
             v = tl.load(token + start + k, mask=start + k < H, other=0.0)
             if QMAX > 0:
@@ -200,7 +284,7 @@ def gather_kernel(
                     row = tl.load(inverse + slot)
                 local = e < E
                 tl.store(xq + row.to(tl.int64) * stride_xq + start + k, v, mask=(start + k < H) & local)
-                if QMAX > 0:
+                if QMAX > 0 or known is not None:
                     tl.store(scales + row, scale, mask=local)
     elif SORT:
         bins = tl.arange(0, BINS)
@@ -208,11 +292,16 @@ def gather_kernel(
         tl.store(offsets + bins, tl.cumsum(sizes, 0) - sizes, mask=bins <= E)
 
 
-SUB, MAX_CHUNKS = 128, 512
-"""Slots that are placed at a time, each compared with each; chunks of at least as many."""
-
 FEW = (128, 1024, 4096)
 """Slots that a program looks at all of; more are sorted in a launch of their own."""
+
+SUB, STEP, MAX_GROUPS = 128, 1024, 64
+"""Slots that are placed at a time, each compared with each; that are counted at a time; groups of at least as many."""
+
+WIDTH = 4096
+"""Elements that a program quantises at a time."""
+
+GATED, AHEAD, SORT_WARPS, GATHER_WARPS = True, True, 4, 4
 
 
 def bins_of(num_experts: int) -> int:
@@ -228,35 +317,62 @@ def arrange(
     fmt: QuantFormat | None,
     clip: float | None,
     number: int,
+    spare: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fill ``xq`` and ``scales`` by sorted row; returns order [R], inverse [R], offsets [E+1] and so many zeros."""
+    """Fill ``xq`` and ``scales`` by sorted row; returns order [R], inverse [R], offsets [E+1] and so many zeros.
+
+    Args:
+        spare: contiguous memory that may be written meanwhile: T · H bytes for a format, and 8 · T more.
+    """
     (num_tokens, top_k), width, rows = ids.shape, x.shape[1], ids.numel()
-    bins, few = bins_of(num_experts), next((n for n in FEW if rows <= n), 0)
-    size = SUB * -(-rows // (SUB * MAX_CHUNKS))
-    chunks = 0 if few else -(-rows // size)
-    parts = (bins * (chunks + 1), rows, rows, num_experts + 1, number)
+    few = next((n for n in FEW if rows <= n), 0)
+    pdl = ids.device.type == "cuda"
+    after: dict[str, Any] = {"launch_pdl": True} if pdl else {}  # no other backend knows the option
+    clip = math.inf if clip is None else clip
+    qmax = 0.0 if fmt is None else fmt.qmax
+    bins = max(8, triton.next_power_of_2(num_experts))
+    size = STEP * -(-rows // (STEP * MAX_GROUPS))
+    groups, chunks = (0, 0) if few else (-(-rows // size), -(-rows // SUB))
+    parts = (bins * groups, rows, rows, num_experts + 1, number)
     table = empty((sum(parts),), torch.int32, ids.device)
     counts, order, inverse, offsets, zeros = table.split(parts)
-    pdl = ids.device.type == "cuda"
-    after: dict[str, Any] = {"launch_pdl": True} if pdl and not few else {}  # no other backend knows the option
+    known = None
     if not few:
+        token, token_scales, ahead = x, scales, qmax if AHEAD else 0.0
+        block = min(max(128, triton.next_power_of_2(width)), 8192)
+        at_a_time = max(1, WIDTH // block)
+        if fmt is not None and AHEAD:
+            token, token_scales = quantised_tokens(spare, fmt, num_tokens, width)
+        if not GATED:
+            launch(count_kernel, groups, ids, counts, rows, num_experts, size, pdl, bins, STEP, num_warps=4)
         launch(
             sort_kernel,
-            2 * chunks + bins // COLUMNS.value,
-            *(ids, order, inverse, offsets, counts, counters(ids.device, 4), rows, num_experts, chunks, size),
-            *(pdl, bins, SUB),
-            num_warps=8,
+            groups * GATED + chunks + (-(-num_tokens // at_a_time) if ahead else 0),
+            *(ids, order, inverse, offsets, counts, counters(ids.device, 4), x, token, token_scales),
+            *(rows, num_experts, groups, chunks, size, num_tokens, width, x.stride(0), clip),
+            *(ahead, GATED, pdl, bins, STEP, SUB, at_a_time, block, block >= width),
+            num_warps=SORT_WARPS,
+            enable_fp_fusion=False,
+            **({} if GATED else after),
         )
-    clip = math.inf if clip is None else clip
+        if ahead:
+            x, known, qmax = token, token_scales, 0.0
     block = min(max(128, triton.next_power_of_2(width)), 4096)
     launch(
         gather_kernel,
         num_tokens + (few > 0),
-        *(ids, x, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
+        *(ids, x, known, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
         *(width, x.stride(0), xq.stride(0), clip),
-        *(top_k, 0.0 if fmt is None else fmt.qmax, few > 0, pdl, bins, max(few, 1), block),
-        num_warps=4,
+        *(top_k, qmax, few > 0, pdl, bins_of(num_experts), max(few, 1), block),
+        num_warps=4 if few else GATHER_WARPS,
         enable_fp_fusion=False,
-        **after,
+        **({} if few else after),
     )
     return order, inverse, offsets, zeros
+
+
+def quantised_tokens(spare: Tensor, fmt: QuantFormat, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """[T, H] and float32 [T] in that memory."""
+    memory, behind = spare.view(-1).view(torch.int8), -(-num_tokens * width // 16) * 16
+    values = memory[: num_tokens * width].view(fmt.dtype).view(num_tokens, width)
+    return values, memory[behind : behind + 4 * num_tokens].view(torch.float32)
