@@ -171,9 +171,9 @@ def sort_kernel(
     stride_x,
     clip,
     QMAX: tl.constexpr,  # 0: no tokens are quantised
-    GATED: tl.constexpr,
     PDL: tl.constexpr,
-    BINS: tl.constexpr,  # power of two >= E, at least 8
+    GATED: tl.constexpr,
+    BINS: tl.constexpr,  # power of two >= E
     STEP: tl.constexpr,  # slots that are counted at a time
     SUB: tl.constexpr,
     ROWS: tl.constexpr,  # tokens that are quantised at a time
@@ -187,18 +187,15 @@ def sort_kernel(
     if PDL:
         gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
     pid = tl.program_id(0)
-    if not GATED:
-        groups_here = 0
-    else:
-        groups_here = groups
-    if pid < groups_here + chunks:
+    counting = groups if GATED else 0
+    if pid < counting + chunks:
         if GATED:
             pid = tl.atomic_add(gate + DRAWN, 1, sem="relaxed")
-        if pid < groups_here:
+        if pid < counting:
             count_group(ids, counts, pid, R, E, size, BINS, STEP)
             announce(gate + COUNTED)
         else:
-            chunk = pid - groups_here
+            chunk = pid - counting
             place(
                 ids, order, inverse, offsets, counts, gate, chunk, R, E, groups, size, GATED, PDL, BINS, STEP, SUB
             )  # fmt: skip
@@ -207,7 +204,7 @@ def sort_kernel(
                     for i in tl.static_range(FINISHED + 1):
                         tl.store(gate + i, 0)
     elif QMAX > 0:
-        first = (pid - groups_here - chunks) * ROWS
+        first = (pid - counting - chunks) * ROWS
         quantize_some(x, xq, scales, first, T, H, stride_x, clip, QMAX, ROWS, BLOCK, WHOLE)
 
 
@@ -299,13 +296,26 @@ SUB, STEP, MAX_GROUPS = 128, 1024, 64
 """Slots that are placed at a time, each compared with each; that are counted at a time; groups of at least as many."""
 
 WIDTH = 4096
-"""Elements that a program quantises at a time."""
+"""Elements that a program quantises at a time; or a token's, if it has more, up to twice as many."""
 
 GATED, AHEAD, SORT_WARPS, GATHER_WARPS = True, True, 4, 4
 
 
-def bins_of(num_experts: int) -> int:
-    return max(16, triton.next_power_of_2(num_experts + 2))
+def bins_of(values: int) -> int:
+    return max(16, triton.next_power_of_2(values))
+
+
+def sort_constants(num_experts: int, width: int) -> dict[str, Any]:
+    block = min(max(128, triton.next_power_of_2(width)), 2 * WIDTH)
+    return {
+        "GATED": GATED,
+        "BINS": bins_of(num_experts),
+        "STEP": STEP,
+        "SUB": SUB,
+        "ROWS": max(1, WIDTH // block),
+        "BLOCK": block,
+        "WHOLE": block >= width,
+    }
 
 
 def arrange(
@@ -322,57 +332,57 @@ def arrange(
     """Fill ``xq`` and ``scales`` by sorted row; returns order [R], inverse [R], offsets [E+1] and so many zeros.
 
     Args:
-        spare: contiguous memory that may be written meanwhile: T · H bytes for a format, and 8 · T more.
+        spare: contiguous memory that may be written meanwhile: with a format, T · (H + 4) bytes and 16 more.
     """
     (num_tokens, top_k), width, rows = ids.shape, x.shape[1], ids.numel()
     few = next((n for n in FEW if rows <= n), 0)
-    pdl = ids.device.type == "cuda"
-    after: dict[str, Any] = {"launch_pdl": True} if pdl else {}  # no other backend knows the option
-    clip = math.inf if clip is None else clip
-    qmax = 0.0 if fmt is None else fmt.qmax
-    bins = max(8, triton.next_power_of_2(num_experts))
     size = STEP * -(-rows // (STEP * MAX_GROUPS))
-    groups, chunks = (0, 0) if few else (-(-rows // size), -(-rows // SUB))
-    parts = (bins * groups, rows, rows, num_experts + 1, number)
-    table = empty((sum(parts),), torch.int32, ids.device)
-    counts, order, inverse, offsets, zeros = table.split(parts)
-    known = None
+    groups = 0 if few else -(-rows // size)
+    parts = (groups * bins_of(num_experts), rows, rows, num_experts + 1, number)
+    counts, order, inverse, offsets, zeros = empty((sum(parts),), torch.int32, ids.device).split(parts)
+    pdl, qmax = ids.device.type == "cuda", 0.0 if fmt is None else fmt.qmax
+    after: dict[str, Any] = {"launch_pdl": True} if pdl and not few else {}  # no other backend knows the option
+    known, clip = None, math.inf if clip is None else clip
     if not few:
-        token, token_scales, ahead = x, scales, qmax if AHEAD else 0.0
-        block = min(max(128, triton.next_power_of_2(width)), 8192)
-        at_a_time = max(1, WIDTH // block)
+        constants, chunks, ahead = sort_constants(num_experts, width), -(-rows // SUB), qmax if AHEAD else 0.0
+        tokens, of_tokens = x, scales
         if fmt is not None and AHEAD:
-            token, token_scales = quantised_tokens(spare, fmt, num_tokens, width)
+            tokens, of_tokens = quantised(spare, fmt, num_tokens, width)
         if not GATED:
-            launch(count_kernel, groups, ids, counts, rows, num_experts, size, pdl, bins, STEP, num_warps=4)
+            launch(
+                count_kernel,
+                groups,
+                *(ids, counts, rows, num_experts, size, pdl, constants["BINS"], STEP),
+                num_warps=SORT_WARPS,
+            )
         launch(
             sort_kernel,
-            groups * GATED + chunks + (-(-num_tokens // at_a_time) if ahead else 0),
-            *(ids, order, inverse, offsets, counts, counters(ids.device, 4), x, token, token_scales),
-            *(rows, num_experts, groups, chunks, size, num_tokens, width, x.stride(0), clip),
-            *(ahead, GATED, pdl, bins, STEP, SUB, at_a_time, block, block >= width),
+            groups * GATED + chunks + (-(-num_tokens // constants["ROWS"]) if ahead else 0),
+            *(ids, order, inverse, offsets, counts, counters(ids.device, 4), x, tokens, of_tokens),
+            *(rows, num_experts, groups, chunks, size, num_tokens, width, x.stride(0), clip, ahead, pdl),
+            **constants,
             num_warps=SORT_WARPS,
             enable_fp_fusion=False,
             **({} if GATED else after),
         )
         if ahead:
-            x, known, qmax = token, token_scales, 0.0
-    block = min(max(128, triton.next_power_of_2(width)), 4096)
+            x, known, qmax = tokens, of_tokens, 0.0
     launch(
         gather_kernel,
         num_tokens + (few > 0),
         *(ids, x, known, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
-        *(width, x.stride(0), xq.stride(0), clip),
-        *(top_k, qmax, few > 0, pdl, bins_of(num_experts), max(few, 1), block),
+        *(width, x.stride(0), xq.stride(0), clip, top_k, qmax, few > 0, pdl),
+        *(bins_of(num_experts + 2), max(few, 1), min(max(128, triton.next_power_of_2(width)), 4096)),
         num_warps=4 if few else GATHER_WARPS,
         enable_fp_fusion=False,
-        **({} if few else after),
+        **after,
     )
     return order, inverse, offsets, zeros
 
 
-def quantised_tokens(spare: Tensor, fmt: QuantFormat, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """[T, H] and float32 [T] in that memory."""
-    memory, behind = spare.view(-1).view(torch.int8), -(-num_tokens * width // 16) * 16
-    values = memory[: num_tokens * width].view(fmt.dtype).view(num_tokens, width)
+def quantised(spare: Tensor, fmt: QuantFormat, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
+    """Tokens [T, H] and their scales [T] in that memory."""
+    memory, end = spare.view(-1).view(torch.int8), num_tokens * width
+    values = memory[:end].view(fmt.dtype).view(num_tokens, width)
+    behind = -(-end // 16) * 16
     return values, memory[behind : behind + 4 * num_tokens].view(torch.float32)

@@ -55,8 +55,10 @@ def round_to(v, QMAX: tl.constexpr, TYPE: tl.constexpr):
     if TYPE.is_int():
         # Adding 1.5·2^23 rounds half to even, and leaves the integer in the low bits. Launched without fused
         # multiply-add, which would skip the product's own rounding and differ from torch on ties.
-        return (v + 12582912.0).to(tl.int32, bitcast=True).to(TYPE)
-    return v.to(TYPE)
+        q = (v + 12582912.0).to(tl.int32, bitcast=True).to(TYPE)
+    else:
+        q = v.to(TYPE)
+    return q
 
 
 @triton.jit
