@@ -71,7 +71,7 @@ def moe_ffn(
     if direct:
         zeros = counters(device, number)
     else:
-        # The first product's rows are read before h is written.
+        # What it keeps in ``shared`` is read before h is written.
         order, inverse, offsets, zeros = arrange(ids, hidden, x, scales_x, num_experts, fmt, spec.clip, number, shared)
     ticket, absmax, ready = zeros[:number].split((4, rows, 2 * blocks))
     layout, constants = _constants(
