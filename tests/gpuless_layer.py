@@ -195,7 +195,8 @@ def compile_arrange(
         made.append(compile_kernel(arrange_sort_kernel, types, constexprs, target, divisible, num_warps=SORT_WARPS))
     constexprs = {"A": request["A"], "QMAX": qmax if few else 0.0, "SORT": few > 0, "PDL": True}
     constexprs |= {"BINS": bins_of(experts + 2), "SLOTS": max(few, 1)}
-    constexprs |= {"BLOCK": min(triton.next_power_of_2(request["H"]), 4096)}
+    block = min(triton.next_power_of_2(request["H"]), 4096)
+    constexprs |= {"BLOCK": block, "WHOLE": block >= request["H"]}
     if few or fmt is None:
         constexprs["known"] = None
     else:

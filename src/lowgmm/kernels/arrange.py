@@ -217,6 +217,37 @@ def clear(words, number, mine, programs):
         tl.store(words + at, tl.zeros((64,), dtype=tl.int32), mask=(start + j < share) & (at < number))
 
 
+@triton.jit
+def sorted_rows(ids, all_ids, inverse, offsets, t, R, E, A: tl.constexpr, SORT: tl.constexpr):
+    """A token's slots: their sorted rows, found in all ids with SORT, and whether they have experts."""
+    rows, local = (), ()
+    if SORT:
+        experts = ()
+        for a in tl.static_range(A):
+            e = load_ids(ids, t * A + a, R, E)
+            experts = experts + (e,)  # type: ignore[assignment]  # noqa: RUF005
+        i = tl.arange(0, all_ids.shape[0])
+        for a in tl.static_range(A):
+            mine = experts[a]  # type: ignore[var-annotated]
+            row = tl.sum(((all_ids < mine) | ((all_ids == mine) & (i < t * A + a))).to(tl.int32), 0)
+            rows, local = rows + (row,), local + (mine < E,)  # type: ignore[assignment]  # noqa: RUF005
+    else:
+        end = tl.load(offsets + E)
+        for a in tl.static_range(A):
+            row = tl.load(inverse + t * A + a)
+            rows, local = rows + (row,), local + (row < end,)  # type: ignore[assignment]  # noqa: RUF005
+    return rows, local
+
+
+@triton.jit
+def spread(xq, rows, local, v, at, H, stride, row_inverse, A: tl.constexpr, QMAX: tl.constexpr):
+    """Some columns of a token, quantised with QMAX, to each of its rows."""
+    if QMAX > 0:
+        v = round_to(v.to(tl.float32) * row_inverse, QMAX, xq.dtype.element_ty)
+    for a in tl.static_range(A):
+        tl.store(xq + rows[a].to(tl.int64) * stride + at, v, mask=(at < H) & local[a])
+
+
 @triton.jit(do_not_specialize=["R", "E", "number"], do_not_specialize_on_alignment=["inverse", "offsets", "zeros"])
 def gather_kernel(
     ids,  # (T, A) int
@@ -242,6 +273,7 @@ def gather_kernel(
     BINS: tl.constexpr,  # power of two > E + 1
     SLOTS: tl.constexpr,  # power of two >= R, with SORT
     BLOCK: tl.constexpr,
+    WHOLE: tl.constexpr,  # BLOCK >= H
 ):
     """Grid (T,): a token, quantised once if it is not yet, is written to the sorted row of each of its slots.
 
@@ -249,7 +281,7 @@ def gather_kernel(
     more writes the offsets.
     """
     t = tl.program_id(0)
-    if t * A < R:
+    if not SORT:
         clear(zeros, number, t, R // A)
     if PDL:
         if not SORT:
@@ -261,28 +293,27 @@ def gather_kernel(
     if t * A < R:
         k = tl.arange(0, BLOCK)
         token = x + t.to(tl.int64) * stride_x
+        # All is loaded before anything is stored: a load after a store waits for it, as it might be of the same word.
+        v = tl.load(token + k, mask=k < H, other=0.0)
+        if SORT:
+            clear(zeros, number, t, R // A)
+        rows, local = sorted_rows(ids, all_ids if SORT else None, inverse, offsets, t, R, E, A, SORT)
+        row_inverse, scale = 1.0, 0.0
         if QMAX > 0:
             row_inverse, scale = scales_of(row_absmax(token, H, clip, BLOCK), QMAX)
         elif known is not None:
             scale = tl.load(known + t)
-        for start in tl.range(0, H, BLOCK):
-            v = tl.load(token + start + k, mask=start + k < H, other=0.0)
-            if QMAX > 0:
-                v = round_to(v.to(tl.float32) * row_inverse, QMAX, xq.dtype.element_ty)
-            for a in tl.static_range(A):  # unrolled and without branches, so that no load waits for another
-                slot = t * A + a
-                e = load_ids(ids, slot, R, E)
-                if SORT:
-                    row = tl.sum(((all_ids < e) | ((all_ids == e) & (i < slot))).to(tl.int32), 0)
-                    if start == 0:
-                        tl.store(inverse + slot, row)
-                        tl.store(order + row, slot)
-                else:
-                    row = tl.load(inverse + slot)
-                local = e < E
-                tl.store(xq + row.to(tl.int64) * stride_xq + start + k, v, mask=(start + k < H) & local)
-                if QMAX > 0 or known is not None:
-                    tl.store(scales + row, scale, mask=local)
+        spread(xq, rows, local, v, k, H, stride_xq, row_inverse, A, QMAX)
+        if not WHOLE:
+            for start in tl.range(BLOCK, H, BLOCK):
+                v = tl.load(token + start + k, mask=start + k < H, other=0.0)
+                spread(xq, rows, local, v, start + k, H, stride_xq, row_inverse, A, QMAX)
+        for a in tl.static_range(A):
+            if SORT:
+                tl.store(inverse + t * A + a, rows[a])
+                tl.store(order + rows[a], t * A + a)
+            if QMAX > 0 or known is not None:
+                tl.store(scales + rows[a], scale, mask=local[a])
     elif SORT:
         bins = tl.arange(0, BINS)
         sizes = tl.histogram(all_ids, BINS)
@@ -367,12 +398,13 @@ def arrange(
         )
         if ahead:
             x, known, qmax = tokens, of_tokens, 0.0
+    block = min(max(128, triton.next_power_of_2(width)), 4096)
     launch(
         gather_kernel,
         num_tokens + (few > 0),
         *(ids, x, known, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
         *(width, x.stride(0), xq.stride(0), clip, top_k, qmax, few > 0, pdl),
-        *(bins_of(num_experts + 2), max(few, 1), min(max(128, triton.next_power_of_2(width)), 4096)),
+        *(bins_of(num_experts + 2), max(few, 1), block, block >= width),
         num_warps=4 if few else GATHER_WARPS,
         enable_fp_fusion=False,
         **after,
