@@ -297,9 +297,7 @@ def test_arranging(format: str | None, T: int, A: int, E: int) -> None:
         ids = torch.randint(-1, E + 1, (T, A), device="cuda", dtype=torch.int32)
         rows, scales = torch.zeros(T * A, 288, device="cuda"), torch.zeros(T * A, device="cuda")
         rows = rows.to(torch.bfloat16 if fmt is None else fmt.dtype)
-        order, inverse, offsets, zeros = arrange(
-            ids, x, rows, scales, E, fmt, None, T + 5, torch.empty_like(rows.float())
-        )
+        order, inverse, offsets, zeros = arrange(ids, x, rows, scales, E, fmt, None, T + 5)
         made = routing.route(ids, E)
         used = int(made.offsets[-1])
         tokens = (made.order // A)[:used]

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.formats import QuantFormat
-from lowgmm.kernels.quantize import absmax_of, absolute_bits, round_to, row_absmax, scales_of
+from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.route import load_ids
 from lowgmm.replay import empty, launch
@@ -80,7 +80,7 @@ def rank_of(e, SUB: tl.constexpr):
 @triton.jit
 def place(
     ids, order, inverse, offsets, counts, gate, chunk, R, E, groups, size,
-    GATED: tl.constexpr, PDL: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
+    BINS: tl.constexpr, STEP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     """Sorted positions of SUB slots. Whatever they can tell without the groups' counts comes before the wait."""
     i, first = tl.arange(0, SUB), chunk * SUB
@@ -88,10 +88,7 @@ def place(
     e = load_ids(ids, first + i, R, E)
     rank = rank_of(e, SUB)
     near = count(ids, group * size, first, E, BINS, STEP)
-    if GATED:
-        wait_for(gate + COUNTED, groups)
-    elif PDL:
-        gdc_wait()
+    wait_for(gate + COUNTED, groups)
     total, before = add_up(counts, group, groups, E, BINS)
     start = tl.cumsum(total, 0) - total
     before += near
@@ -106,50 +103,8 @@ def place(
     tl.store(inverse + first + i, position, mask=first + i < R)
 
 
-@triton.jit
-def quantize_some(
-    x, q, scales, first, T, H, stride, clip,
-    QMAX: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, WHOLE: tl.constexpr,
-):  # fmt: skip
-    """ROWS tokens as ``quantize.quantize_row`` has them, in one pass if BLOCK columns are all."""
-    t, k = first + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    inside = (t < T)[:, None]
-    token = x + t.to(tl.int64)[:, None] * stride + k[None, :]
-    written = q + t.to(tl.int64)[:, None] * H + k[None, :]
-    v = tl.load(token, mask=inside & (k < H)[None, :], other=0.0).to(tl.float32)
-    bits = tl.max(absolute_bits(v), 1)
-    if not WHOLE:
-        for start in tl.range(BLOCK, H, BLOCK):
-            w = tl.load(token + start, mask=inside & (start + k < H)[None, :], other=0.0).to(tl.float32)
-            bits = tl.maximum(bits, tl.max(absolute_bits(w), 1))
-    row_inverse, scale = scales_of(absmax_of(bits, clip), QMAX)
-    tl.store(scales + t, scale, mask=t < T)
-    v = round_to(v * row_inverse[:, None], QMAX, q.dtype.element_ty)
-    tl.store(written, v, mask=inside & (k < H)[None, :])
-    if not WHOLE:
-        for start in tl.range(BLOCK, H, BLOCK):
-            w = tl.load(token + start, mask=inside & (start + k < H)[None, :], other=0.0).to(tl.float32)
-            w = round_to(w * row_inverse[:, None], QMAX, q.dtype.element_ty)
-            tl.store(written + start, w, mask=inside & (start + k < H)[None, :])
-
-
-@triton.jit
-def count_group(ids, counts, group, R, E, size, BINS: tl.constexpr, STEP: tl.constexpr):
-    first = group * size
-    sizes = count(ids, first, tl.minimum(first + size, R), E, BINS, STEP)
-    tl.store(counts + group * BINS + tl.arange(0, BINS), sizes)
-
-
-@triton.jit(do_not_specialize=["R", "E", "size"])
-def count_kernel(ids, counts, R, E, size, PDL: tl.constexpr, BINS: tl.constexpr, STEP: tl.constexpr):
-    """Grid (groups,): slots of each expert in each group, where sort_kernel is not GATED."""
-    if PDL:
-        gdc_launch_dependents()
-    count_group(ids, counts, tl.program_id(0), R, E, size, BINS, STEP)
-
-
 @triton.jit(
-    do_not_specialize=["R", "E", "T", "groups", "chunks", "size"], do_not_specialize_on_alignment=["inverse", "offsets"]
+    do_not_specialize=["R", "E", "groups", "chunks", "size"], do_not_specialize_on_alignment=["inverse", "offsets"]
 )
 def sort_kernel(
     ids,  # (R,) int
@@ -157,55 +112,33 @@ def sort_kernel(
     inverse,  # (R,) int32, written likewise
     offsets,  # (E+1,) int32, written likewise
     counts,  # (groups, BINS) int32, written
-    gate,  # (4,) int32, zero before and after: tickets drawn, groups counted, chunks placed
-    x,  # (T, H) float, row stride stride_x
-    xq,  # (T, H) int8 or float8e4nv, written
-    scales,  # (T,) float32, written
+    gate,  # (3,) int32, zero before and after: tickets drawn, groups counted, chunks placed
     R,
     E,
     groups,
     chunks,  # of SUB slots
     size,  # slots of a group, a multiple of STEP
-    T,
-    H,
-    stride_x,
-    clip,
-    QMAX: tl.constexpr,  # 0: no tokens are quantised
     PDL: tl.constexpr,
-    GATED: tl.constexpr,
     BINS: tl.constexpr,  # power of two >= E
-    STEP: tl.constexpr,  # slots that are counted at a time
+    STEP: tl.constexpr,  # slots that are counted at a time, a multiple of SUB
     SUB: tl.constexpr,
-    ROWS: tl.constexpr,  # tokens that are quantised at a time
-    BLOCK: tl.constexpr,
-    WHOLE: tl.constexpr,  # BLOCK >= H
 ):
-    """Grid (groups + chunks + cdiv(T, ROWS),): programs that count a group's slots, that place a chunk's slots, that
-    quantise tokens. The first two draw tickets: whoever is waited for has started before whoever waits, in whatever
-    order the hardware starts them.
+    """Grid (groups + chunks,): programs that count a group's slots, that place a chunk's slots. A program's number is a
+    ticket: whoever is waited for has started before whoever waits, in whatever order the hardware starts them.
     """
     if PDL:
         gdc_launch_dependents()  # they wait for all of this kernel's writes before they read any
-    pid = tl.program_id(0)
-    counting = groups if GATED else 0
-    if pid < counting + chunks:
-        if GATED:
-            pid = tl.atomic_add(gate + DRAWN, 1, sem="relaxed")
-        if pid < counting:
-            count_group(ids, counts, pid, R, E, size, BINS, STEP)
-            announce(gate + COUNTED)
-        else:
-            chunk = pid - counting
-            place(
-                ids, order, inverse, offsets, counts, gate, chunk, R, E, groups, size, GATED, PDL, BINS, STEP, SUB
-            )  # fmt: skip
-            if GATED:
-                if tl.atomic_add(gate + FINISHED, 1, sem="relaxed") == chunks - 1:  # nobody draws or waits any more
-                    for i in tl.static_range(FINISHED + 1):
-                        tl.store(gate + i, 0)
-    elif QMAX > 0:
-        first = (pid - counting - chunks) * ROWS
-        quantize_some(x, xq, scales, first, T, H, stride_x, clip, QMAX, ROWS, BLOCK, WHOLE)
+    pid = tl.atomic_add(gate + DRAWN, 1, sem="relaxed")
+    if pid < groups:
+        first = pid * size
+        sizes = count(ids, first, tl.minimum(first + size, R), E, BINS, STEP)
+        tl.store(counts + pid * BINS + tl.arange(0, BINS), sizes)
+        announce(gate + COUNTED)
+    else:
+        place(ids, order, inverse, offsets, counts, gate, pid - groups, R, E, groups, size, BINS, STEP, SUB)
+        if tl.atomic_add(gate + FINISHED, 1, sem="relaxed") == chunks - 1:  # nobody draws or waits any more
+            for i in tl.static_range(FINISHED + 1):
+                tl.store(gate + i, 0)
 
 
 @triton.jit
@@ -251,8 +184,7 @@ def spread(xq, rows, local, v, at, H, stride, row_inverse, A: tl.constexpr, QMAX
 @triton.jit(do_not_specialize=["R", "E", "number"], do_not_specialize_on_alignment=["inverse", "offsets", "zeros"])
 def gather_kernel(
     ids,  # (T, A) int
-    x,  # (T, H) float, or quantised, with ``known``; row stride stride_x
-    known,  # (T,) float32: the quantised tokens' scales
+    x,  # (T, H) float, row stride stride_x
     xq,  # (R, H) int8, float8e4nv or bfloat16, row stride stride_xq, written by sorted row
     scales,  # (R,) float32, written likewise
     order,  # (R,) int32, with SORT written
@@ -275,7 +207,7 @@ def gather_kernel(
     BLOCK: tl.constexpr,
     WHOLE: tl.constexpr,  # BLOCK >= H
 ):
-    """Grid (T,): a token, quantised once if it is not yet, is written to the sorted row of each of its slots.
+    """Grid (T,): a token is quantised once, and written to the sorted row of each of its slots.
 
     With SORT, for a few slots, each program finds out itself where its slots come, by looking at all; and a program
     more writes the offsets.
@@ -293,16 +225,14 @@ def gather_kernel(
     if t * A < R:
         k = tl.arange(0, BLOCK)
         token = x + t.to(tl.int64) * stride_x
-        # All is loaded before anything is stored: a load after a store waits for it, as it might be of the same word.
+        # All rows are known before any is written: a load stays behind a store, which might be of the same word.
         v = tl.load(token + k, mask=k < H, other=0.0)
         if SORT:
             clear(zeros, number, t, R // A)
         rows, local = sorted_rows(ids, all_ids if SORT else None, inverse, offsets, t, R, E, A, SORT)
-        row_inverse, scale = 1.0, 0.0
+        row_inverse = 1.0
         if QMAX > 0:
             row_inverse, scale = scales_of(row_absmax(token, H, clip, BLOCK), QMAX)
-        elif known is not None:
-            scale = tl.load(known + t)
         spread(xq, rows, local, v, k, H, stride_xq, row_inverse, A, QMAX)
         if not WHOLE:
             for start in tl.range(BLOCK, H, BLOCK):
@@ -312,7 +242,7 @@ def gather_kernel(
             if SORT:
                 tl.store(inverse + t * A + a, rows[a])
                 tl.store(order + rows[a], t * A + a)
-            if QMAX > 0 or known is not None:
+            if QMAX > 0:
                 tl.store(scales + rows[a], scale, mask=local[a])
     elif SORT:
         bins = tl.arange(0, BINS)
@@ -326,27 +256,9 @@ FEW = (128, 1024, 4096)
 SUB, STEP, MAX_GROUPS = 128, 1024, 64
 """Slots that are placed at a time, each compared with each; that are counted at a time; groups of at least as many."""
 
-WIDTH = 4096
-"""Elements that a program quantises at a time; or a token's, if it has more, up to twice as many."""
-
-GATED, AHEAD, SORT_WARPS, GATHER_WARPS = True, True, 4, 4
-
 
 def bins_of(values: int) -> int:
     return max(16, triton.next_power_of_2(values))
-
-
-def sort_constants(num_experts: int, width: int) -> dict[str, Any]:
-    block = min(max(128, triton.next_power_of_2(width)), 2 * WIDTH)
-    return {
-        "GATED": GATED,
-        "BINS": bins_of(num_experts),
-        "STEP": STEP,
-        "SUB": SUB,
-        "ROWS": max(1, WIDTH // block),
-        "BLOCK": block,
-        "WHOLE": block >= width,
-    }
 
 
 def arrange(
@@ -358,63 +270,35 @@ def arrange(
     fmt: QuantFormat | None,
     clip: float | None,
     number: int,
-    spare: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Fill ``xq`` and ``scales`` by sorted row; returns order [R], inverse [R], offsets [E+1] and so many zeros.
-
-    Args:
-        spare: contiguous memory that may be written meanwhile: with a format, T · (H + 4) bytes and 16 more.
-    """
+    """Fill ``xq`` and ``scales`` by sorted row; returns order [R], inverse [R], offsets [E+1] and so many zeros."""
     (num_tokens, top_k), width, rows = ids.shape, x.shape[1], ids.numel()
     few = next((n for n in FEW if rows <= n), 0)
     size = STEP * -(-rows // (STEP * MAX_GROUPS))
-    groups = 0 if few else -(-rows // size)
-    parts = (groups * bins_of(num_experts), rows, rows, num_experts + 1, number)
+    groups, bins = 0 if few else -(-rows // size), bins_of(num_experts)
+    parts = (groups * bins, rows, rows, num_experts + 1, number)
     counts, order, inverse, offsets, zeros = empty((sum(parts),), torch.int32, ids.device).split(parts)
-    pdl, qmax = ids.device.type == "cuda", 0.0 if fmt is None else fmt.qmax
+    pdl = ids.device.type == "cuda"
     after: dict[str, Any] = {"launch_pdl": True} if pdl and not few else {}  # no other backend knows the option
-    known, clip = None, math.inf if clip is None else clip
     if not few:
-        constants, chunks, ahead = sort_constants(num_experts, width), -(-rows // SUB), qmax if AHEAD else 0.0
-        tokens, of_tokens = x, scales
-        if fmt is not None and AHEAD:
-            tokens, of_tokens = quantised(spare, fmt, num_tokens, width)
-        if not GATED:
-            launch(
-                count_kernel,
-                groups,
-                *(ids, counts, rows, num_experts, size, pdl, constants["BINS"], STEP),
-                num_warps=SORT_WARPS,
-            )
+        chunks = -(-rows // SUB)
         launch(
             sort_kernel,
-            groups * GATED + chunks + (-(-num_tokens // constants["ROWS"]) if ahead else 0),
-            *(ids, order, inverse, offsets, counts, counters(ids.device, 4), x, tokens, of_tokens),
-            *(rows, num_experts, groups, chunks, size, num_tokens, width, x.stride(0), clip, ahead, pdl),
-            **constants,
-            num_warps=SORT_WARPS,
-            enable_fp_fusion=False,
-            **({} if GATED else after),
+            groups + chunks,
+            *(ids, order, inverse, offsets, counts, counters(ids.device, 3), rows, num_experts, groups, chunks, size),
+            *(pdl, bins, STEP, SUB),
+            num_warps=4,
         )
-        if ahead:
-            x, known, qmax = tokens, of_tokens, 0.0
+    clip = math.inf if clip is None else clip
     block = min(max(128, triton.next_power_of_2(width)), 4096)
     launch(
         gather_kernel,
         num_tokens + (few > 0),
-        *(ids, x, known, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
-        *(width, x.stride(0), xq.stride(0), clip, top_k, qmax, few > 0, pdl),
+        *(ids, x, xq, scales, order, inverse, offsets, zeros, number, rows, num_experts),
+        *(width, x.stride(0), xq.stride(0), clip, top_k, 0.0 if fmt is None else fmt.qmax, few > 0, pdl),
         *(bins_of(num_experts + 2), max(few, 1), block, block >= width),
-        num_warps=4 if few else GATHER_WARPS,
+        num_warps=4,
         enable_fp_fusion=False,
         **after,
     )
     return order, inverse, offsets, zeros
-
-
-def quantised(spare: Tensor, fmt: QuantFormat, num_tokens: int, width: int) -> tuple[Tensor, Tensor]:
-    """Tokens [T, H] and their scales [T] in that memory."""
-    memory, end = spare.view(-1).view(torch.int8), num_tokens * width
-    values = memory[:end].view(fmt.dtype).view(num_tokens, width)
-    behind = -(-end // 16) * 16
-    return values, memory[behind : behind + 4 * num_tokens].view(torch.float32)

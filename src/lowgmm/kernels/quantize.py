@@ -17,27 +17,16 @@ SMALLEST = tl.constexpr(SMALLEST_ABSMAX)
 
 
 @triton.jit
-def absolute_bits(v):
-    """|v| of float32 as integers in the same order, with NaN above all: tl.max of floats drops NaN on the GPU."""
-    return v.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-
-
-@triton.jit
-def absmax_of(bits, clip):
-    """min(absmax, clip) of the largest of ``absolute_bits``, or NaN if that is one."""
-    absmax = bits.to(tl.float32, bitcast=True)
-    return tl.where(absmax != absmax, float("nan"), tl.minimum(absmax, clip))
-
-
-@triton.jit
 def row_absmax(x, K, clip, BLOCK: tl.constexpr):
     """min(max|x[:K]|, clip), or NaN if the row holds a NaN."""
     k = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), dtype=tl.int32)
+    # |v| as integers in the same order, with NaN above all: tl.max of floats drops NaN on the GPU.
+    bits = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in tl.range(0, K, BLOCK):
         v = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, absolute_bits(v))
-    return absmax_of(tl.max(largest, 0), clip)
+        bits = tl.maximum(bits, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    absmax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    return tl.where(absmax != absmax, float("nan"), tl.minimum(absmax, clip))
 
 
 @triton.jit
@@ -55,10 +44,8 @@ def round_to(v, QMAX: tl.constexpr, TYPE: tl.constexpr):
     if TYPE.is_int():
         # Adding 1.5·2^23 rounds half to even, and leaves the integer in the low bits. Launched without fused
         # multiply-add, which would skip the product's own rounding and differ from torch on ties.
-        q = (v + 12582912.0).to(tl.int32, bitcast=True).to(TYPE)
-    else:
-        q = v.to(TYPE)
-    return q
+        v = (v + 12582912.0).to(tl.int32, bitcast=True)
+    return v.to(TYPE)
 
 
 @triton.jit

@@ -71,8 +71,7 @@ def moe_ffn(
     if direct:
         zeros = counters(device, number)
     else:
-        # What it keeps in ``shared`` is read before h is written.
-        order, inverse, offsets, zeros = arrange(ids, hidden, x, scales_x, num_experts, fmt, spec.clip, number, shared)
+        order, inverse, offsets, zeros = arrange(ids, hidden, x, scales_x, num_experts, fmt, spec.clip, number)
     ticket, absmax, ready = zeros[:number].split((4, rows, 2 * blocks))
     layout, constants = _constants(
         config, spec, values2.dtype, between, promote_every(values2.dtype, describe(device)) > 0,
