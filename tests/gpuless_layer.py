@@ -17,7 +17,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
 from lowgmm.formats import QuantFormat, format_of
-from lowgmm.kernels.arrange import FEW, SUB, bins_of, gather_kernel
+from lowgmm.kernels.arrange import FEW, STEP, SUB, bins_of, gather_kernel
 from lowgmm.kernels.arrange import sort_kernel as arrange_sort_kernel
 from lowgmm.kernels.combine import combine_kernel
 from lowgmm.kernels.grouped_mm import promote_every
@@ -186,18 +186,19 @@ def compile_warp_specialised(
 def compile_arrange(
     element: str, fmt: QuantFormat | None, request: dict[str, Any], target: GPUTarget
 ) -> list[dict[str, int]]:
-    rows, bins = request["T"] * request["A"], bins_of(request["E"])
+    rows, experts = request["T"] * request["A"], request["E"]
     few = next((n for n in FEW if rows <= n), 0)
-    numbers = ("R", "E", "H", "chunks", "size", "number", "stride_x", "stride_xq")
+    numbers = ("R", "E", "H", "groups", "chunks", "size", "number", "stride_x", "stride_xq")
     types = dict.fromkeys(numbers, "i32") | {"x": "*bf16", "xq": f"*{element}", "scales": "*fp32", "clip": "fp32"}
     types |= dict.fromkeys(("ids", "order", "inverse", "offsets", "counts", "gate", "zeros"), "*i32")
+    block = min(triton.next_power_of_2(request["H"]), 4096)
     constexprs = {"A": request["A"], "QMAX": 0.0 if fmt is None else fmt.qmax, "SORT": few > 0, "PDL": True}
-    constexprs |= {"BINS": bins, "SLOTS": max(few, 1), "BLOCK": min(triton.next_power_of_2(request["H"]), 4096)}
+    constexprs |= {"BINS": bins_of(experts + 2), "SLOTS": max(few, 1), "BLOCK": block, "WHOLE": block >= request["H"]}
     divisible = {"H", "stride_x", "stride_xq"}
     made = [compile_kernel(gather_kernel, types, constexprs, target, divisible, num_warps=4)]
     if not few:
-        constexprs = {"PDL": True, "BINS": bins, "SUB": SUB}
-        made.append(compile_kernel(arrange_sort_kernel, types, constexprs, target, set(), num_warps=8))
+        constexprs = {"PDL": True, "BINS": bins_of(experts), "STEP": STEP, "SUB": SUB}
+        made.append(compile_kernel(arrange_sort_kernel, types, constexprs, target, set(), num_warps=4))
     return made
 
 
