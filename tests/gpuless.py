@@ -26,7 +26,8 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 
 from lowgmm.gpu import Gpu
 from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
-from lowgmm.kernels.hopper import BOXES, box_of, hopper_kernel
+from lowgmm.kernels.hopper import BOXES, hopper_kernel
+from lowgmm.kernels.hopper_read import box_of
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {

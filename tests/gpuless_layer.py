@@ -21,8 +21,8 @@ from lowgmm.kernels.arrange import FEW, STEP, SUB, bins_of, gather_kernel
 from lowgmm.kernels.arrange import sort_kernel as arrange_sort_kernel
 from lowgmm.kernels.combine import combine_kernel
 from lowgmm.kernels.grouped_mm import promote_every
-from lowgmm.kernels.hopper import box_of
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.hopper_read import box_of
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
 from lowgmm.kernels.run_hopper import WIDTH, _constants

@@ -11,9 +11,10 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from lowgmm.kernels.combine import slots_of
-from lowgmm.kernels.hopper import begin, expect, load_block, load_rows, multiply, number
+from lowgmm.kernels.hopper import begin, multiply, number
 from lowgmm.kernels.hopper_direct import CHUNK, clear, finish, leave, multiply_row, quantise_token
 from lowgmm.kernels.hopper_queue import schedule
+from lowgmm.kernels.hopper_read import expect, load_block, load_rows
 from lowgmm.kernels.hopper_tasks import (
     DOWN,
     PASS,
@@ -294,11 +295,11 @@ def consume(
     do_not_specialize_on_alignment=["absmax", "order", "offsets", "ticket", "ready", "arrived"],
 )
 def hopper_layer_kernel(
-    x,  # descriptor ``hopper.box_of`` over (R, H): each slot's token, by expert; with DIRECT over (1, H)
+    x,  # descriptor ``hopper_read.box_of`` over (R, H): each slot's token, by expert; with DIRECT over (1, H)
     w_gate,  # descriptor [64, BK], with BN = 64 [32, BK]: the gate rows of all experts, expert_rows apart; without a
     # gate all rows
     w_up,  # likewise
-    hq_tiles,  # descriptor ``hopper.box_of`` over (R, I)
+    hq_tiles,  # descriptor ``hopper_read.box_of`` over (R, I)
     w2,  # descriptor [64, BK] over (E·H, I)
     hidden,  # (H,), with DIRECT
     xq,  # (H,), with DIRECT: what ``x`` describes, written

@@ -17,8 +17,9 @@ from lowgmm.gpu import describe
 from lowgmm.kernels.arrange import arrange
 from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
-from lowgmm.kernels.hopper import BOXES, box_of
+from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.hopper_read import box_of
 from lowgmm.kernels.queue import counters
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
