@@ -3,10 +3,7 @@
     python bench/fit.py bench/results/sweep_h200.jsonl            # fits, reports, writes src/lowgmm/measured/
     python bench/fit.py bench/results/sweep_h200.jsonl --dry-run  # only reports
 
-Several files are one sweep taken in parts (cases or formats) on one GPU. A part of another commit replaces the cases
-that it has:
-
-    python bench/fit.py bench/results/sweep_h200.jsonl bench/results/sweep_uneven_h200.jsonl --choices
+Several files are one sweep taken in parts (cases or formats); they must come from one GPU and one commit.
 
 Needs no GPU. The report is the ratio of what ``pick`` would choose without any measurement to the best of the sweep.
 """
@@ -53,27 +50,20 @@ class Group:
 
 
 def read(*paths: Path) -> tuple[dict[str, Any], list[Group]]:
-    """The environment of a sweep, and its groups. Parts of one commit add up; a part of another one replaces the cases
-    that it has, because only times of one kernel can be told apart."""
+    """The environment of a sweep (in one file or in parts), and its groups."""
     groups: dict[tuple[str, str], Group] = {}
-    commits: dict[tuple[str, str], str] = {}
     heads = []
     for path in paths:
         head, *lines = (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
         heads.append(head["environment"])
-        commit = heads[-1]["commit"]
         for line in lines:
             case = GMM_CASES[line["case"]]
             problem = Problem(case.E, case.M, case.N, case.K, DTYPES[line["format"]])
-            key = case.name, line["format"]
-            if commits.setdefault(key, commit) != commit:
-                del groups[key]
-                commits[key] = commit
-            group = groups.setdefault(key, Group(case.name, problem, case.sizes, {}))
+            group = groups.setdefault((case.name, line["format"]), Group(case.name, problem, case.sizes, {}))
             group.times[TileConfig.parse(line["config"])] = line["us"] * 1e-6
-    if len({head["device_name"] for head in heads}) != 1:
-        raise SystemExit(f"parts of a sweep come from one GPU: {', '.join(map(str, paths))}")
-    return {**heads[0], "commit": " ".join(dict.fromkeys(head["commit"] for head in heads))}, list(groups.values())
+    if len({(head["device_name"], head.get("commit")) for head in heads}) != 1:
+        raise SystemExit(f"parts of a sweep come from one GPU and one commit: {', '.join(map(str, paths))}")
+    return heads[0], list(groups.values())
 
 
 def fit(groups: Sequence[Group], gpu: Gpu) -> tuple[Rates, Factors]:
@@ -219,26 +209,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("sweep", type=Path, nargs="+", help="JSONL of bench/sweep.py, or its parts")
     parser.add_argument("--dry-run", action="store_true", help="write nothing")
-    parser.add_argument("--choices", action="store_true", help="keep the model and the candidates, only choose again")
     args = parser.parse_args()
     env, groups = read(*args.sweep)
     gpu = H200
     assert env["device_name"] == gpu.name, f"the sweep is of {env['device_name']}; add its facts to lowgmm.gpu first"
+    rates, factors = fit(groups, gpu)
     formats = sorted({g.problem.format for g in groups})
-    if args.choices:
-        kept = tune_cache.nearest(gpu.name)
-        rates, factors, candidates = kept.rates, {f: dict(by) for f, by in kept.factors.items()}, dict(kept.candidates)
-    else:
-        rates, factors = fit(groups, gpu)
-        candidates = {f: tuple(choose([g for g in groups if g.problem.format == f])) for f in formats}
+    candidates = {f: tuple(choose([g for g in groups if g.problem.format == f])) for f in formats}
     if "bf16" not in candidates:
         candidates["bf16"] = tuple(dict.fromkeys(halved(t) for t in candidates["int8"]))
     source = {"sweep": " ".join(path.name for path in args.sweep)} | {
         k: str(env[k]) for k in ("commit", "torch", "triton") if k in env
     }
     table = tune_cache.Shipped(gpu.name, source, rates, factors, candidates, measured(groups, candidates))
-    if not args.choices:
-        distrust(groups, gpu, table)
+    distrust(groups, gpu, table)
     for format in formats:
         chosen = picks([g for g in groups if g.problem.format == format], gpu, table)
         mean, worst, missing = report(chosen)
