@@ -28,7 +28,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "rivals.md"
 README = Path(__file__).parent.parent / "README.md"
 FILES = {"rivals_h200.jsonl": True, "rivals_8bit_h200.jsonl": False}
 """Grouped matmuls in the document, and whether bf16 rivals were among them."""
-LAYERS = ("rivals_layer_8bit_h200.jsonl", "rivals_layer_h200.jsonl")
+LAYERS = ("rivals_layer_8bit_h200.jsonl", "rivals_layer_later_h200.jsonl", "rivals_layer_h200.jsonl")
 """Expert layers in the document (bench/rivals_layer.py); the README's are the first."""
 EIGHT_BIT = ("int8", "fp8", "fp8blk", "dg")
 """What the harness calls operands of 8 bits: per channel, in blocks of 128, and DeepGEMM's."""

@@ -210,16 +210,16 @@ def times(points: Sequence[Point], routing: str) -> str:
 
 
 def aims(points: Sequence[Point], format: str) -> Iterator[tuple[str, bool]]:
-    """What was aimed at with what was measured, and whether that suffices."""
+    """What was aimed at with what was measured, and whether that suffices. A run that was cut short lacks points."""
     least = min(p.ratio(format) for p in points)
     yield f"never slower by more than 1 % (least {least:.3f}×)", least >= EVEN
     for part in RATIOS:
-        if part.target is not None:
-            mean = geomean([p.ratio(format) for p in part.of(points)])
+        if part.target is not None and (chosen := part.of(points)):
+            mean = geomean([p.ratio(format) for p in chosen])
             yield f"{part.target}× for {part.label} ({mean:.3f}×)", mean >= part.target
     for part in FLOORS:
-        if part.target is not None:
-            mean = geomean([p.of_floor(format) for p in part.of(points)])
+        if part.target is not None and (chosen := part.of(points)):
+            mean = geomean([p.of_floor(format) for p in chosen])
             yield f"{part.target} times the floor for {part.label} ({mean:.3f})", mean <= part.target
 
 
@@ -262,7 +262,8 @@ def floors(points: Sequence[Point]) -> str:
     for part in FLOORS:
         chosen = part.of(points)
         found = [[p.of_floor(f) for p in chosen] for f in OWN[:2]]
-        rows.append([part.label, len(chosen), part.target or "", *(f"{geomean(v):.3f} / {max(v):.3f}" for v in found)])
+        cells = (f"{geomean(v):.3f} / {max(v):.3f}" if v else "–" for v in found)
+        rows.append([part.label, len(chosen), part.target or "", *cells])
     return table(["times the floor: mean / greatest", "points", "target", *OWN[:2]], *rows)
 
 

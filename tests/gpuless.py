@@ -27,6 +27,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout
 from lowgmm.gpu import Gpu
 from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
 from lowgmm.kernels.hopper import BOXES, hopper_kernel
+from lowgmm.kernels.hopper_read import box_of
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
@@ -90,7 +91,10 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
         constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promote > 0}
-        x, w = (f"tensordesc<{element}[{rows}, {bk}],{layout!r}>" for rows in (bm, 64))
+        x, w = (
+            f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
+            for rows, columns in (box_of(bm, bn, problem.dtype.itemsize), (64, bk))
+        )
         kernel, source_type = hopper_kernel, GluonASTSource
     else:
         constants |= {

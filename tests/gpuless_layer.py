@@ -17,11 +17,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from gpuless import ELEMENT, TARGETS, compile_all, gpu_of, report
 from lowgmm.formats import QuantFormat, format_of
-from lowgmm.kernels.arrange import FEW, SUB, bins_of, gather_kernel
+from lowgmm.kernels.arrange import FEW, STEP, SUB, bins_of, gather_kernel
 from lowgmm.kernels.arrange import sort_kernel as arrange_sort_kernel
 from lowgmm.kernels.combine import combine_kernel
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.hopper_read import box_of
 from lowgmm.kernels.moe_layer import BOTH, DOWN, UP, moe_layer_kernel
 from lowgmm.kernels.route import _blocks, prepare_kernel, sort_kernel
 from lowgmm.kernels.run_hopper import WIDTH, _constants
@@ -142,17 +143,18 @@ def compile_layer(request: dict[str, Any]) -> list[dict[str, int]]:
 def compile_warp_specialised(
     spec: LayerSpec, config: LayerConfig, dtype: torch.dtype, biased: bool, request: dict[str, Any], target: GPUTarget
 ) -> list[dict[str, int]]:
-    """Both products, and the launch before them; combine is every layer's."""
+    """Both products, and the launch before them; combine, where there is one, is every layer's."""
     fmt, element = format_of(dtype), ELEMENT[dtype]
     promote = promote_every(dtype, gpu_of(target)) > 0
     between = torch.float32 if request.get("h_size") == 4 else torch.bfloat16
     direct = config.launch == "direct"
-    width = min(triton.next_power_of_2(request["H"]), WIDTH) if direct else 0
-    layout, constants = _constants(config, spec, dtype, between, promote, biased, biased, width)
+    one = (request["A"], min(triton.next_power_of_2(request["H"]), WIDTH)) if direct else (0, 0)
+    layout, constants = _constants(config, spec, dtype, between, promote, biased, biased, *one)
     names = hopper_layer_kernel.arg_names
     constexprs = dict(zip(names[-len(constants) :], constants, strict=True))
-    boxes = (config.block_m, min(64, config.down_n // 2), 64)
-    x, w13, w2 = (f"tensordesc<{element}[{rows}, {config.down_k}],{layout!r}>" for rows in boxes)
+    of_rows = box_of(config.block_m, config.down_n, dtype.itemsize)
+    boxes = (of_rows, [min(64, config.down_n // 2), config.down_k], [64, config.down_k])
+    x, w13, w2 = (f"tensordesc<{element}{box},{layout!r}>" for box in boxes)
     types = {
         "x": x,
         "hq_tiles": x,
@@ -165,14 +167,15 @@ def compile_warp_specialised(
         "hidden": "*bf16",
         "xq": f"*{element}",
         "ids": "*i64",
+        "result": "*bf16",
     }
     types |= dict.fromkeys(("scales_x", "scales_h", "w13_scales", "w2_scales", "topk_weights"), "*fp32")
-    types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready"), "*i32")
+    types |= dict.fromkeys(("absmax", "order", "offsets", "ticket", "ready", "arrived"), "*i32")
     types |= dict.fromkeys(("w13_bias", "w2_bias"), "*bf16") | dict.fromkeys(("clip", "slope", "bound"), "fp32")
     types |= dict.fromkeys(("R", "E", "H", "I", "S", "expert_rows", "stride"), "i32")
     constexprs |= {} if biased else {"w13_bias": None, "w2_bias": None}
     constexprs |= {"w13_scales": None, "w2_scales": None} if fmt is None else {}
-    constexprs |= dict.fromkeys(("order", "offsets") if direct else ("hidden", "xq", "ids"))
+    constexprs |= dict.fromkeys(("order", "offsets") if direct else ("hidden", "xq", "ids", "result", "arrived"))
     divisible = {"H", "I", "expert_rows", "stride"}
     made = [compile_kernel(hopper_layer_kernel, types, constexprs, target, divisible, GluonASTSource, num_warps=4)]
     if request.get("all"):
@@ -183,18 +186,19 @@ def compile_warp_specialised(
 def compile_arrange(
     element: str, fmt: QuantFormat | None, request: dict[str, Any], target: GPUTarget
 ) -> list[dict[str, int]]:
-    rows, bins = request["T"] * request["A"], bins_of(request["E"])
+    rows, experts = request["T"] * request["A"], request["E"]
     few = next((n for n in FEW if rows <= n), 0)
-    numbers = ("R", "E", "H", "chunks", "size", "number", "stride_x", "stride_xq")
+    numbers = ("R", "E", "H", "groups", "chunks", "size", "number", "stride_x", "stride_xq")
     types = dict.fromkeys(numbers, "i32") | {"x": "*bf16", "xq": f"*{element}", "scales": "*fp32", "clip": "fp32"}
     types |= dict.fromkeys(("ids", "order", "inverse", "offsets", "counts", "gate", "zeros"), "*i32")
+    block = min(triton.next_power_of_2(request["H"]), 4096)
     constexprs = {"A": request["A"], "QMAX": 0.0 if fmt is None else fmt.qmax, "SORT": few > 0, "PDL": True}
-    constexprs |= {"BINS": bins, "SLOTS": max(few, 1), "BLOCK": min(triton.next_power_of_2(request["H"]), 4096)}
+    constexprs |= {"BINS": bins_of(experts + 2), "SLOTS": max(few, 1), "BLOCK": block, "WHOLE": block >= request["H"]}
     divisible = {"H", "stride_x", "stride_xq"}
     made = [compile_kernel(gather_kernel, types, constexprs, target, divisible, num_warps=4)]
     if not few:
-        constexprs = {"PDL": True, "BINS": bins, "SUB": SUB}
-        made.append(compile_kernel(arrange_sort_kernel, types, constexprs, target, set(), num_warps=8))
+        constexprs = {"PDL": True, "BINS": bins_of(experts), "STEP": STEP, "SUB": SUB}
+        made.append(compile_kernel(arrange_sort_kernel, types, constexprs, target, set(), num_warps=4))
     return made
 
 

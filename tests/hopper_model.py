@@ -2,14 +2,15 @@
 
 Nothing can run that kernel without a Hopper GPU, so its waits and counters are modelled here, a generator per warp:
 mbarriers with their phases, boxes, the ring, the queue, and the counters of the row blocks. The model checks that a
-consumer finds the operands that it expects, that nobody reads h before it is complete, and that everything ends.
+consumer finds the operands that it expects, that nobody reads h or a slot's output before it is complete, that one
+token's slots are summed once, and that everything ends.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Generator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 Warp = Generator[None, None, None]
 UP, REQUANTISE, DOWN, END = "up", "requantise", "down", "end"
@@ -60,6 +61,11 @@ class Layer:
     chunk: int = 2
     downs: int = 1
     left: dict[int, int] = field(default_factory=dict)
+    outputs: set[tuple[int, int, int]] = field(default_factory=set)
+    """Of one token: block (a slot that has an expert), column tile and half of each output that is written."""
+    arrived: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Column tile and half: how many slots' outputs are said to be written."""
+    sums: list[tuple[int, int]] = field(default_factory=list)
     drawn: int = 0
     ready: list[int] = field(default_factory=list)
     done: list[int] = field(default_factory=list)
@@ -69,6 +75,10 @@ class Layer:
     @property
     def chunks_of_h(self) -> int:
         return -(-self.steps[DOWN] // self.chunk)
+
+    def column(self, ticket: int) -> int:
+        """A DOWN tile's number within its block."""
+        return self.tasks[:ticket].count(self.tasks[ticket])
 
     @property
     def writers(self) -> int:
@@ -206,6 +216,24 @@ class Program:
             yield
             self.taken.arrive()
 
+    def write(self, ticket: int, half: int) -> Warp:
+        yield
+        self.layer.outputs.add((self.layer.tasks[ticket][1], self.layer.column(ticket), half))
+
+    def finish(self, ticket: int, half: int) -> Warp:
+        """A slot's output is written; the last slot of some columns sums them."""
+        layer, place = self.layer, (self.layer.column(ticket), half)
+        layer.arrived[place] = layer.arrived.get(place, 0) + 1
+        if layer.arrived[place] == len(layer.ready):
+            for block in range(len(layer.ready)):
+                yield
+                assert (block, *place) in layer.outputs, "a slot was summed before it was complete"
+            layer.sums.append(place)
+            self.reset(place)
+
+    def reset(self, place: tuple[int, int]) -> None:
+        self.layer.arrived[place] = 0
+
     def consume(self, half: int) -> Warp:
         layer, step, at, met, pending, chunks = self.layer, 0, 0, 0, -1, 0
         if half == 0:
@@ -258,6 +286,9 @@ class Program:
                     yield
                     layer.written[block] += 1
                     pending = block
+                if stores and kind == DOWN and layer.direct:
+                    yield from self.write(ticket, half)
+                    yield from self.finish(ticket, half)
                 layer.stored += stores
             assert self.box[at % self.boxes][0] == ticket, "a box was overwritten while it was in use"
             self.read[at % self.boxes].arrive()
@@ -293,6 +324,13 @@ def draw(
     layer = Layer(tasks, width, steps, quantised, ups, passes, announces, promoted, crosses, direct, downs=downs)
     layer.ready, layer.done, layer.written = zeros
     return layer, r
+
+
+def again(layer: Layer) -> Layer:
+    """The next launch with the same counters."""
+    fresh = replace(layer, drawn=0, stored=0, outputs=set(), sums=[], left={})
+    fresh.done, fresh.written = ([0] * len(layer.ready) for _ in range(2))
+    return fresh
 
 
 def run(layer: Layer, r: random.Random, programs: int, resident: int, boxes: int, stages: int) -> None:

@@ -27,11 +27,12 @@ SIZES = {  # T, A, E
     "odd": (33, 3, 6),
     "most experts without a slot": (10, 1, 1000),
 }
-FORMS = {  # FEW, SUB, MAX_CHUNKS
-    "each program looks at all slots": ((128, 1024), 128, 512),
-    "a chunk": ((), 128, 512),
-    "chunks of one part": ((), 32, 512),
-    "chunks of several parts": ((), 32, 2),
+FORMS = {  # FEW, SUB, STEP, MAX_GROUPS
+    "each program looks at all slots": ((128, 1024), 128, 1024, 64),
+    "a chunk": ((), 128, 1024, 64),
+    "groups of one chunk": ((), 64, 64, 512),
+    "groups of several chunks": ((), 64, 128, 512),
+    "groups counted in several steps": ((), 64, 64, 1),
 }
 
 
@@ -52,7 +53,7 @@ def check(ids: torch.Tensor, E: int, format: str | None, clip: float | None = No
     assert torch.equal(offsets, made.offsets)
     assert zeros.shape == (number,)
     assert not zeros.any()
-    assert not kernels.counters(on, 4)[:4].any(), "the gate must be as it was found"
+    assert not kernels.counters(on, 3)[:3].any(), "the gate must be as it was found"
 
     used = int(made.offsets[-1])
     values, of_token = (x, None) if fmt is None else quantize_rows(x, fmt, clip)
@@ -72,7 +73,7 @@ def bits(t: torch.Tensor) -> torch.Tensor:
 
 @pytest.fixture(params=FORMS)
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    for name, value in zip(("FEW", "SUB", "MAX_CHUNKS"), FORMS[request.param], strict=True):
+    for name, value in zip(("FEW", "SUB", "STEP", "MAX_GROUPS"), FORMS[request.param], strict=True):
         monkeypatch.setattr(kernels, name, value)
     return str(request.param)
 
@@ -98,33 +99,22 @@ def test_extreme_ids(form: str, ids: list[list[int]], device: torch.device) -> N
     check(torch.tensor(ids, device=device), 4, "int8", clip=0.5)
 
 
-def test_more_chunks_than_a_step_of_the_scan(device: torch.device) -> None:
-    """The sort alone: in the interpreter so many tokens would take half a minute."""
-    E, sub, chunks = 3, 32, 258
-    ids = torch.randint(-1, E + 1, (chunks * sub - 5,), device=device)
-    order, inverse = torch.empty((2, len(ids)), dtype=torch.int32, device=device)
-    offsets = torch.empty(E + 1, dtype=torch.int32, device=device)
-    bins = kernels.bins_of(E)
-    counts = torch.empty(bins * (chunks + 1), dtype=torch.int32, device=device)
-    gate = kernels.counters(device, 4)
-    kernels.sort_kernel[(2 * chunks + bins // kernels.COLUMNS.value,)](
-        ids, order, inverse, offsets, counts, gate, len(ids), E, chunks, sub, PDL=False, BINS=bins, SUB=sub,
-    )  # fmt: skip
-    made = routing.route(ids.unsqueeze(1), E)
-    assert torch.equal(order.long(), made.order)
-    assert torch.equal(inverse.long(), made.inverse)
-    assert torch.equal(offsets, made.offsets)
-    assert not gate[:4].any()
+def test_more_groups_than_a_step_of_the_scan(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    E, T, A = 3, 97, 46  # 70 groups of 64; 32 are added up at a time
+    for name, value in {"FEW": (), "SUB": 64, "STEP": 64, "MAX_GROUPS": 512}.items():
+        monkeypatch.setattr(kernels, name, value)
+    check(torch.randint(-1, E + 1, (T, A), device=device), E, "int8")
 
 
-@pytest.mark.parametrize("forms", ["each program looks at all slots", "chunks of one part"])
+@pytest.mark.parametrize("forms", ["each program looks at all slots", "a chunk"])
 def test_wide_tokens(forms: str, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     """More columns than a program takes at a time."""
     monkeypatch.setattr(kernels, "FEW", FORMS[forms][0])
-    x = torch.randn(3, 4500, device=device).bfloat16()
+    width = 8500
+    x = torch.randn(3, width, device=device).bfloat16()
     ids = torch.tensor([[1, 0], [0, 2], [2, -1]], device=device)
-    rows, scales = torch.zeros(6, 4512, dtype=torch.int8, device=device), torch.zeros(6, device=device)
+    rows, scales = torch.zeros(6, width + 12, dtype=torch.int8, device=device), torch.zeros(6, device=device)
     order, _, _, _ = kernels.arrange(ids, x, rows, scales, 3, FORMATS["int8"], None, 1)
     values, of_token = quantize_rows(x, FORMATS["int8"])
-    assert torch.equal(rows[:5, :4500], values[(order[:5] // 2).long()])
+    assert torch.equal(rows[:5, :width], values[(order[:5] // 2).long()])
     assert torch.equal(scales[:5], of_token.flatten()[(order[:5] // 2).long()])

@@ -196,10 +196,11 @@ def test_a_layer_whose_many_rows_multiply_longer_than_they_read_has_the_floor_of
 @layers
 def test_targets_are_said_to_be_reached_only_where_they_are(name: str):
     _, lines = common.read_lines(BENCH / "results" / name)
-    for factor, reached in ((1e-3, 9), (1e3, 0)):
+    targets = 7 if "later" in name else 9  # that run lacks the points of two
+    for factor, reached in ((1e-3, targets), (1e3, 0)):
         times = [{**ln, "us": ln["us"] * (factor if ln["rival"].startswith(rivals.OURS) else 1)} for ln in lines]
         found = list(rivals_layer.aims(rivals_layer.points_of(times), "int8"))
-        assert (len(found), sum(ok for _, ok in found)) == (9, reached)
+        assert (len(found), sum(ok for _, ok in found)) == (targets, reached)
 
 
 @layers

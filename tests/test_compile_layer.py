@@ -49,7 +49,7 @@ def requests() -> list[dict[str, Any]]:
         made.append({**made[-1], "T": 1, "config": narrow, "all": False})
         if dtype.itemsize == 1:
             for tile in ("64x128-128x128-swap-tma-ws-4w8s1p", "32x128-64x128-swap-tma-ws-4w12s1p"):
-                made.append({**made[-1], "config": f"direct-16-{tile}", "h_size": 4})
+                made.append({**made[-1], "config": f"direct-16-{tile}", "h_size": 4, "A": 32})
                 made.append(made[-1] | {"h_size": 2, "biased": True, "options": {**GPT_OSS, "weight_on_input": True}})
     made.append(
         request("sm90", hopper, "seed", torch.int8, 64, pick, options={**GPT_OSS, "weight_on_input": True}, biased=True)

@@ -121,6 +121,29 @@ def test_one_token(shape: str, tile: str, format: str, monkeypatch: pytest.Monke
     assert not counters(torch.device("cuda", torch.cuda.current_device())).any()
 
 
+@pytest.mark.parametrize("format", ["int8", "fp8"])
+@pytest.mark.parametrize("tile", ["16x64x128", "16x128x256"])
+def test_one_token_after_the_other(tile: str, format: str) -> None:
+    """From one to all slots have an expert, and none, in memory full of NaN: each call finds its counters at zero."""
+    torch.manual_seed(0)
+    A, E, H, I = 6, 9, 400, 208
+    w13, w2 = weights(E, 2 * I, H, format), weights(E, H, I, format)
+    hidden, share = torch.randn(1, H, device="cuda").bfloat16(), torch.rand(1, A, device="cuda")
+    config = config_of(tile, LayerProblem(1, A, E, H, I, w2.values.dtype), "direct")
+    for size in (1 << 12, 1 << 13, 1 << 16):
+        torch.full((size,), float("nan"), device="cuda")
+    for count in (1, 6, 0, 3, 2, 0, 5, 6, 4):
+        ids = torch.randint(0, E, (1, A), device="cuda")
+        ids[0, torch.randperm(A, device="cuda")[count:]] = -1
+        y, own = (lowgmm.moe_ffn(hidden, w13, w2, ids, share, config=c) for c in (config, OWN))
+        exact = lowgmm.moe_ffn(hidden, w13, w2, ids, share, impl="reference")
+        assert_within_budget(y, exact.double(), own, f"{count} experts")
+        assert count or not y.view(torch.int16).any()
+        assert format == "fp8" or torch.equal(y, own)
+        assert all(torch.equal(lowgmm.moe_ffn(hidden, w13, w2, ids, share, config=config), y) for _ in range(20))
+        assert not counters(torch.device("cuda", torch.cuda.current_device())).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("T", [1, 40, 200, 1000])
 @pytest.mark.parametrize("format", ["int8", "fp8"])

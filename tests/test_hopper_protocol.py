@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from hopper_model import REQUANTISE, UP, Barrier, DeadlockError, Program, Warp, draw, run
+from hopper_model import REQUANTISE, UP, Barrier, DeadlockError, Program, Warp, again, draw, run
 
 
 @pytest.mark.parametrize("width", [64, 128, 256])
@@ -37,6 +37,70 @@ def test_one_token(width: int) -> None:
         assert layer.drawn == len(layer.tasks) + programs
         assert layer.ready == [0] * len(layer.ready)
         assert set(layer.left.values()) == {2 * layer.downs}
+        assert not any(layer.arrived.values())
+        halves = range(1 if width == 64 else 2)
+        assert sorted(layer.sums) == [(column, half) for column in range(layer.downs) for half in halves]
+
+
+def twice(seeds: int) -> None:
+    """One token's layer, and once more with the counters as they were left."""
+    for seed in range(seeds):
+        layer, r = draw(seed, 128, direct=True)
+        for one in (layer, again(layer)):
+            run(one, r, 3, 3, 2, 3)
+            assert len(one.sums) == 2 * one.downs, "some columns were not summed once"
+
+
+def test_one_token_after_the_other() -> None:
+    twice(30)
+
+
+def test_a_sum_that_comes_too_early_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a slot's output were counted before it is written."""
+    write, finish = Program.write, Program.finish
+
+    def swapped(self: Program, ticket: int, half: int) -> Warp:
+        yield from finish(self, ticket, half)
+        yield from write(self, ticket, half)
+
+    monkeypatch.setattr(Program, "write", swapped)
+    monkeypatch.setattr(Program, "finish", lambda *args: iter(()))
+    with pytest.raises(AssertionError, match="summed before it was complete"):
+        twice(30)
+
+
+def test_a_count_of_one_slot_less_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a slot that has an expert is taken for one that has none."""
+    finish = Program.finish
+
+    def hasty(self: Program, ticket: int, half: int) -> Warp:
+        place = (self.layer.column(ticket), half)
+        if len(self.layer.ready) > 1 and self.layer.arrived.get(place, 0) == len(self.layer.ready) - 2:
+            self.layer.arrived[place] += 1
+        return finish(self, ticket, half)
+
+    monkeypatch.setattr(Program, "finish", hasty)
+    with pytest.raises(AssertionError, match="summed before it was complete"):
+        twice(30)
+
+
+def test_a_slot_without_an_expert_that_is_waited_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    finish = Program.finish
+
+    def patient(self: Program, ticket: int, half: int) -> Warp:
+        self.layer.arrived.setdefault((self.layer.column(ticket), half), -1)
+        return finish(self, ticket, half)
+
+    monkeypatch.setattr(Program, "finish", patient)
+    with pytest.raises(AssertionError, match="not summed once"):
+        twice(30)
+
+
+def test_a_counter_that_is_not_reset_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next launch would sum too early, or never."""
+    monkeypatch.setattr(Program, "reset", lambda self, place: None)
+    with pytest.raises(AssertionError, match=r"not summed once|summed before"):
+        twice(30)
 
 
 def test_a_single_chunk_of_h_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,7 @@ CASES = {
     "layer, bfloat16": 3,
     "layer, portable": 3,
     "layer, gathered": 4,
-    "layer, one token": 2,
+    "layer, one token": 1,
     "layer, one token, portable": 1,
 }
 """Of ``gpuless_launch.py``, and their launches."""

@@ -15,8 +15,8 @@ from lowgmm.layer import GROUP
 from lowgmm.shapes import UnsupportedError
 
 LAUNCHES = ("direct", "queue", "split")
-"""direct: one token, one launch (warp-specialised: and combine). queue: prepare, both products from one queue, combine.
-split: prepare, gate/up, down, combine."""
+"""direct: one token, one launch. queue: prepare, both products from one queue, combine. split: prepare, gate/up, down,
+combine."""
 
 MAX_SLOTS = 32
 """Slots of one token that a warp of ``kernels/hopper_layer.py`` looks at together."""

@@ -14,14 +14,13 @@ from lowgmm.replay import launch
 
 
 @triton.jit
-def sum_slots(
-    y, inverse, ids, topk_weights, t, n, inside, E, stride,
-    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr, PDL: tl.constexpr,
+def slots_of(
+    inverse, ids, topk_weights, t, E,
+    A: tl.constexpr, SORTED: tl.constexpr, WEIGHT_ON_INPUT: tl.constexpr,
 ):  # fmt: skip
-    """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert.
+    """Of each of a token's slots: its row of y, what that is multiplied by, and whether the slot has an expert.
 
-    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is. With PDL only y may still be in the
-    making when this is called.
+    The rows of y are slots; or SORTED, and ``inverse`` says where a slot's row is.
     """
     rows, shares, locals = (), (), ()
     for a in tl.static_range(A):
@@ -34,9 +33,14 @@ def sum_slots(
         if not WEIGHT_ON_INPUT:
             share = tl.where(local, tl.load(topk_weights + t * A + a).to(tl.float32), 0.0)
         rows, shares, locals = rows + (row,), shares + (share,), locals + (local,)  # type: ignore[assignment]  # noqa: RUF005
-    if PDL:
-        gdc_wait()
-    total = tl.zeros(n.shape, dtype=tl.float32)
+    return rows, shares, locals
+
+
+@triton.jit
+def sum_slots(y, slots, n, inside, stride, A: tl.constexpr):
+    """Σ_a topk_weights[t, a] · y[t, a, n] in float32, in slot order, over the slots that have an expert."""
+    rows, shares, locals = slots
+    total = 0.0
     for a in tl.static_range(A):
         v = tl.load(y + rows[a] * stride + n, mask=inside & locals[a], other=0.0).to(tl.float32)
         total += v * shares[a]
@@ -63,7 +67,10 @@ def combine_kernel(
     blocks = tl.cdiv(H, BLOCK)
     t = (tl.program_id(0) // blocks).to(tl.int64)
     n = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
-    total = sum_slots(y, inverse, ids, topk_weights, t, n, n < H, E, stride_y, A, SORTED, WEIGHT_ON_INPUT, PDL)
+    slots = slots_of(inverse, ids, topk_weights, t, E, A, SORTED, WEIGHT_ON_INPUT)
+    if PDL:
+        gdc_wait()  # only y may still be in the making
+    total = sum_slots(y, slots, n, n < H, stride_y, A)
     tl.store(out + t * H + n, total.to(out.dtype.element_ty), mask=n < H)
 
 

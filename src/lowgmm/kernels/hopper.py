@@ -15,13 +15,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowgmm.kernels.hopper_read import box_of, expect, load_block, load_rows
 from lowgmm.kernels.hopper_write import channel_values, scaled, turn, write
 from lowgmm.relaunch import descriptor
 from lowgmm.replay import launch
@@ -29,7 +29,7 @@ from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
 LANES = gl.constexpr(32)  # groups that a warp looks at together
-BAND = gl.constexpr(8)  # as in kernels/tiles.py
+BAND = gl.constexpr(16)  # as in kernels/tiles.py
 
 
 @gluon.jit
@@ -136,35 +136,28 @@ def schedule(
 
 
 @gluon.jit
-def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.constexpr):
-    """Ask for 64 channels of weights: block ``i`` of a tile's, the first half of which is the first warpgroup's."""
-    MINE: gl.constexpr = (BN + 64) // 128
-    if i < MINE:
-        tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot * MINE + i))
-    else:
-        tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws1.index(slot * MINE + i - MINE))
-
-
-@gluon.jit
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
-    BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr, BYTES: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
-    rows, _ends, columns, experts, _sx = box
+    rows, ends, columns, experts, _sx = box
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    SIZE: gl.constexpr = x.dtype.primitive_bitwidth // 8
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
     while row >= 0:
         channel = number(experts, done % BOXES) * N + number(columns, done % BOXES) * BN
+        boxes = gl.cdiv(gl.minimum(number(ends, done % BOXES) - row, BM), ROWS)
         mbarrier.arrive(read.index(done % BOXES))
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            mbarrier.expect(full.index(slot), BYTES)
+            expect(full, slot, boxes, ROWS * BK * SIZE, BN * BK * SIZE, BM // ROWS)
             for i in gl.static_range(BN // 64):
                 load_block(w, channel + 64 * i, k, ws0, ws1, full, slot, i, BN)
-            tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+            load_rows(x, xs, full, slot, row, k, boxes)
             step += 1
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
@@ -313,7 +306,7 @@ def consume(
 
 @gluon.jit(do_not_specialize=["M", "E"])
 def hopper_kernel(
-    x,  # descriptor [BM, BK] over (M, K)
+    x,  # descriptor ``box_of`` over (M, K)
     w,  # descriptor [64, BK] over (E·N, K)
     y,  # (M, N), row stride stride_ym
     scales_x,  # (M,) float32
@@ -371,14 +364,13 @@ def hopper_kernel(
     # Up to here nothing was read that the launch before may still be writing, so this much of two launches overlaps.
     gdc_wait()
     gdc_launch_dependents()
-    BYTES: gl.constexpr = (BM + BN) * BK * (x.dtype.primitive_bitwidth // 8)
     gl.warp_specialize(
         [
             (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K,
                        stride_ym, 0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
             (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K,
                        stride_ym, 1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BN, BK, STAGES, BOXES, BYTES)),
+            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES)),
             (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
         ],
         [4, 1, 1],
@@ -411,7 +403,7 @@ def hopper_mm(
     launch(
         hopper_kernel,
         min(sms, max_row_tiles(M, E, bm) * -(-N // bn)),
-        descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), [bm, bk], layout=layout),
+        descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), box_of(bm, bn, x.element_size()), layout=layout),
         descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
         *(out, scales_x, scales_w, bias, offsets, ticket),
         *(M, E, N, K, out.stride(0)),

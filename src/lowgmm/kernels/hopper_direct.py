@@ -1,6 +1,7 @@
-"""What ``hopper_layer.py`` does by itself where there is one token only: nothing is launched ahead of it.
+"""What ``hopper_layer.py`` does by itself where there is one token only: nothing is launched ahead of it or after it.
 
-The slots are the rows, whether they have an expert or not; the token and h are quantised where they are multiplied.
+The slots are the rows, whether they have an expert or not; the token and h are quantised where they are multiplied;
+whoever writes the last slot's part of some columns sums them over the slots.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from lowgmm.kernels.combine import sum_slots
 from lowgmm.kernels.hopper import LANES, add
 from lowgmm.kernels.hopper_tasks import add_product, async_fence, barrier
 from lowgmm.kernels.quantize import round_to, scales_of
@@ -18,7 +20,7 @@ CHUNK, HALF_PANELS = gl.constexpr(1024), gl.constexpr(4)
 
 
 @gluon.jit
-def slots_of(ids, R, E, tiles_n):
+def tiles_of(ids, R, E, tiles_n):
     """The experts of a token's slots, and how many tiles their slots have, summed up to and including each."""
     slot = gl.arange(0, LANES, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     expert = gl.load(ids + slot, mask=slot < R, other=-1)
@@ -108,3 +110,30 @@ def clear(ready, absmax, done, block, before, last, LANE: gl.constexpr):
     gl.store(ready + block + zero, zero, mask=mine)
     gl.store(absmax + block + zero, zero, mask=mine)
     gl.store(done + block + zero, zero, mask=mine)
+
+
+@gluon.jit
+def finish(y, result, arrived, slots, column, H, stride, A: gl.constexpr):
+    """This warpgroup has written 64 columns of a slot's row of y. Once all slots that have an expert have theirs, the
+    last one writes the result, and leaves the counter as it was found."""
+    _rows, _shares, locals = slots
+    number = 0
+    for a in gl.static_range(A):
+        number += locals[a].to(gl.int32)
+    counter = arrived + column // 64
+    barrier()
+    # What it returns is used, so it acquires: the others' rows are read as they were written.
+    if gl.atomic_add(counter, 1, sem="acq_rel") == number - 1:
+        n = column + gl.arange(0, 64, layout=gl.BlockedLayout([2], [32], [gl.num_warps()], [0]))
+        total = sum_slots(y, slots, n, n < H, stride, A)
+        gl.store(result + n, total.to(result.dtype.element_ty), mask=n < H)
+        gl.store(counter, 0)
+
+
+@gluon.jit
+def write_zeros(result, H):
+    """One warp: this program's share of a result to which no expert contributes."""
+    n = gl.arange(0, 256, layout=gl.BlockedLayout([8], [32], [gl.num_warps()], [0]))
+    zeros = gl.full([256], 0, result.dtype.element_ty, n.type.layout)
+    for start in range(gl.program_id(0) * 256, H, gl.num_programs(0) * 256):
+        gl.store(result + start + n, zeros, mask=start + n < H)

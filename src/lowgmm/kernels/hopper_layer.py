@@ -10,9 +10,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowgmm.kernels.hopper import begin, load_block, multiply, number
-from lowgmm.kernels.hopper_direct import CHUNK, clear, leave, multiply_row, quantise_token
+from lowgmm.kernels.combine import slots_of
+from lowgmm.kernels.hopper import begin, multiply, number
+from lowgmm.kernels.hopper_direct import CHUNK, clear, finish, leave, multiply_row, quantise_token
 from lowgmm.kernels.hopper_queue import schedule
+from lowgmm.kernels.hopper_read import expect, load_block, load_rows
 from lowgmm.kernels.hopper_tasks import (
     DOWN,
     PASS,
@@ -59,10 +61,15 @@ def produce(
     H, I, S, expert_rows, tiles1, passes,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
     ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr, GATED: gl.constexpr, QUANTISED: gl.constexpr,
-    DIRECT: gl.constexpr, X_BYTES: gl.constexpr, W_BYTES: gl.constexpr,
+    DIRECT: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tasks."""
     rows, ends, columns, experts, kinds, blocks = box
+    HIGH: gl.constexpr = x.block_type.shape[0]
+    SIZE: gl.constexpr = x.dtype.primitive_bitwidth // 8
+    X_BYTES: gl.constexpr = HIGH * BK * SIZE
+    W_BYTES: gl.constexpr = BN * BK * SIZE
+    MOST: gl.constexpr = BM // HIGH
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
@@ -71,18 +78,19 @@ def produce(
         kind, column, expert = number(kinds, at), number(columns, at), number(experts, at)
         end, block = number(ends, at), number(blocks, at)
         mbarrier.arrive(read.index(at))
+        boxes = gl.cdiv(gl.minimum(end - row, BM), HIGH)
         if kind == UP:
             channel = expert * expert_rows + column * UP_N
             for k in range(0, H, BK):
                 slot = step % STAGES
                 mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
+                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
                 load_gate_up(w_gate, w_up, channel, k, ws0, ws1, full, slot, GATED, BN)
                 if DIRECT:
                     mbarrier.wait(given.index(2), 0)
-                    tma.async_copy_global_to_shared(x, [0, k], full.index(slot), xs.index(slot))
+                    load_rows(x, xs, full, slot, 0, k, 1)
                 else:
-                    tma.async_copy_global_to_shared(x, [row, k], full.index(slot), xs.index(slot))
+                    load_rows(x, xs, full, slot, row, k, boxes)
                 step += 1
         elif kind == DOWN and DIRECT:
             channel = expert * H + column * BN
@@ -100,7 +108,7 @@ def produce(
             for i in range(0, ahead):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
+                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
             if QUANTISED:
@@ -110,14 +118,14 @@ def produce(
             async_fence()
             for i in range(0, ahead):
                 slot = (step + i) % STAGES
-                tma.async_copy_global_to_shared(h, [row, i * BK], full.index(slot), xs.index(slot))
+                load_rows(h, xs, full, slot, row, i * BK, boxes)
             for i in range(ahead, steps):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                mbarrier.expect(full.index(slot), X_BYTES + W_BYTES)
+                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
-                tma.async_copy_global_to_shared(h, [row, i * BK], full.index(slot), xs.index(slot))
+                load_rows(h, xs, full, slot, row, i * BK, boxes)
             step += steps
         done += 1
         mbarrier.wait(posted.index(done % BOXES), (done // BOXES) & 1)
@@ -126,12 +134,12 @@ def produce(
 
 @gluon.jit
 def consume(
-    hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order, topk_weights,
-    ready, xs, hs, ws, box, out, vectors, other, partial, full, empty, posted, read, passed, taken, given,
-    R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
+    hidden, xq, ids, result, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias, order,
+    topk_weights, ready, arrived, xs, hs, ws, box, out, vectors, other, partial, full, empty, posted, read, passed,
+    taken, given, R, E, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr,
     BOXES: gl.constexpr, ROWS: gl.constexpr, UP_N: gl.constexpr, WRITERS: gl.constexpr,
-    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr,
+    INT: gl.constexpr, PROMOTE: gl.constexpr, QMAX: gl.constexpr, DIRECT: gl.constexpr, A: gl.constexpr,
     WIDTH: gl.constexpr, ACTIVATION: gl.constexpr, LAYOUT: gl.constexpr, CLAMPED: gl.constexpr,
     WEIGHT_ON_INPUT: gl.constexpr, BIAS1: gl.constexpr, BIAS2: gl.constexpr,
 ):  # fmt: skip
@@ -152,6 +160,8 @@ def consume(
     if DIRECT and HALF == 0:
         quantise_token(hidden, xq, scales_x, H, R, clip, WIDTH, QMAX)
         mbarrier.arrive(given.index(2))
+    if DIRECT and STORES:
+        slots = slots_of(order, ids, topk_weights, 0, E, A, False, WEIGHT_ON_INPUT)
     mbarrier.wait(posted.index(0), 0)
     while number(rows, done % BOXES) >= 0:
         at = done % BOXES
@@ -269,6 +279,8 @@ def consume(
                     write(turn(value0, out), y, row, end, column, H, stride, BM)
                     if TWO:
                         write(turn(value1, out), y, row, end, column + 64, H, stride, BM)
+                    if DIRECT:
+                        finish(y, result, arrived, slots, column, H, stride, A)
             if DIRECT:
                 if kind == DOWN:
                     clear(ready, absmax, ready + S, number(blocks, at), left, 2 * tiles2 - 1, LANE)
@@ -279,18 +291,20 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["R", "E", "S"], do_not_specialize_on_alignment=["absmax", "order", "offsets", "ready", "ticket"]
+    do_not_specialize=["R", "E", "S"],
+    do_not_specialize_on_alignment=["absmax", "order", "offsets", "ticket", "ready", "arrived"],
 )
 def hopper_layer_kernel(
-    x,  # descriptor [BM, BK] over (R, H): each slot's token, by expert; with DIRECT over (1, H)
+    x,  # descriptor ``hopper_read.box_of`` over (R, H): each slot's token, by expert; with DIRECT over (1, H)
     w_gate,  # descriptor [64, BK], with BN = 64 [32, BK]: the gate rows of all experts, expert_rows apart; without a
     # gate all rows
     w_up,  # likewise
-    hq_tiles,  # descriptor [BM, BK] over (R, I)
+    hq_tiles,  # descriptor ``hopper_read.box_of`` over (R, I)
     w2,  # descriptor [64, BK] over (E·H, I)
     hidden,  # (H,), with DIRECT
     xq,  # (H,), with DIRECT: what ``x`` describes, written
     ids,  # (R,), with DIRECT
+    result,  # (H,), with DIRECT written
     y,  # (R, H), row stride ``stride`` like all that are written
     h,  # (R, I), written
     hq,  # (R, I), written; h if it is not quantised; not used with DIRECT
@@ -306,6 +320,7 @@ def hopper_layer_kernel(
     offsets,  # (E+1,) int32
     ticket,  # (1,) int32, zero: the queue's counter
     ready,  # (2, S) int32, zero: per row block, how many parts of h are written, and how many are quantised
+    arrived,  # (cdiv(H, BN) · BN/64,) int32, zero, with DIRECT: of 64 columns of y, how many slots' are written
     R,
     E,
     H,
@@ -326,7 +341,8 @@ def hopper_layer_kernel(
     INT: gl.constexpr,
     PROMOTE: gl.constexpr,
     QMAX: gl.constexpr,  # 0: not quantised
-    DIRECT: gl.constexpr,  # one token: nothing was arranged, and the down tiles quantise h
+    DIRECT: gl.constexpr,  # one token: nothing was arranged, the down tiles quantise h and sum the slots
+    A: gl.constexpr,  # R, with DIRECT
     WIDTH: gl.constexpr,  # power of two: columns of the token that are looked at together
     ACTIVATION: gl.constexpr,
     LAYOUT: gl.constexpr,
@@ -337,8 +353,8 @@ def hopper_layer_kernel(
 ):
     """Grid (programs,). The warps, boxes and ring of ``hopper_kernel``; a box says of which kind its task is.
 
-    h and y may share memory, and so may x and hq: a row block's down tiles come when all of its h is quantised, and
-    its h is quantised when all of its gate/up tiles are done.
+    Without DIRECT h and y may share memory, and so may x and hq: a row block's down tiles come when all of its h is
+    quantised, and its h is quantised when all of its gate/up tiles are done.
     """
     FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     GATED: gl.constexpr = LAYOUT != "none"
@@ -392,26 +408,24 @@ def hopper_layer_kernel(
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
-    X_BYTES: gl.constexpr = BM * BK * (x.dtype.primitive_bitwidth // 8)
-    W_BYTES: gl.constexpr = BN * BK * (x.dtype.primitive_bitwidth // 8)
     tiles1, tiles2, passes = gl.cdiv(I, UP_N), gl.cdiv(H, BN), gl.cdiv(I, PASS)
     gl.warp_specialize(
         [
-            (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
-                       order, topk_weights, ready, xs, hs, ws0, box, out0, vectors0, other, partial, full, empty,
-                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
-                       0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
-                       ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
-            (consume, (hidden, xq, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias, w2_bias,
-                       order, topk_weights, ready, xs, hs, ws1, box, out1, vectors1, other, partial, full, empty,
-                       posted, read, passed, taken, given, R, H, I, S, tiles1, tiles2, stride, clip, slope, bound,
-                       1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, WIDTH,
-                       ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
+            (consume, (hidden, xq, ids, result, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias,
+                       w2_bias, order, topk_weights, ready, arrived, xs, hs, ws0, box, out0, vectors0, other, partial,
+                       full, empty, posted, read, passed, taken, given, R, E, H, I, S, tiles1, tiles2, stride, clip,
+                       slope, bound, 0, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, A,
+                       WIDTH, ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
+            (consume, (hidden, xq, ids, result, y, h, hq, scales_x, scales_h, absmax, w13_scales, w2_scales, w13_bias,
+                       w2_bias, order, topk_weights, ready, arrived, xs, hs, ws1, box, out1, vectors1, other, partial,
+                       full, empty, posted, read, passed, taken, given, R, E, H, I, S, tiles1, tiles2, stride, clip,
+                       slope, bound, 1, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, INT, PROMOTE, QMAX, DIRECT, A,
+                       WIDTH, ACTIVATION, LAYOUT, CLAMPED, WEIGHT_ON_INPUT, BIAS1, BIAS2)),
             (produce, (x, w_gate, w_up, hq_tiles, w2, ready, xs, ws0, ws1, box, full, empty, posted, read, given, H, I,
                        S, expert_rows, tiles1, passes, BM, BN, BK, STAGES, BOXES, ROWS, UP_N, WRITERS, GATED, QMAX > 0,
-                       DIRECT, X_BYTES, W_BYTES)),
-            (schedule, (ids, offsets, ticket, box, posted, read, given, R, E, tiles1, passes, tiles2, gl.cdiv(I, CHUNK),
-                        BM, ROWS, BOXES, QMAX > 0 and not DIRECT, DIRECT)),
+                       DIRECT)),
+            (schedule, (ids, result, offsets, ticket, box, posted, read, given, R, E, H, tiles1, passes, tiles2,
+                        gl.cdiv(I, CHUNK), BM, ROWS, BOXES, QMAX > 0 and not DIRECT, DIRECT)),
         ],
         [4, 1, 1],
         [232, 40, 40],

@@ -7,7 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from lowgmm.kernels.hopper import LANES, among, count, place, seek
-from lowgmm.kernels.hopper_direct import slots_of
+from lowgmm.kernels.hopper_direct import tiles_of, write_zeros
 from lowgmm.kernels.hopper_tasks import DOWN, REQUANTISE, UP
 
 
@@ -27,7 +27,7 @@ def hand_out(
     groups = E
     if DIRECT:
         groups = R
-        expert_of, sums = slots_of(ids, R, E, tiles_n)
+        expert_of, sums = tiles_of(ids, R, E, tiles_n)
         total = gl.max(sums, 0)
         group, local = among(sums, tile)
     else:
@@ -66,7 +66,7 @@ def hand_out(
 
 @gluon.jit
 def schedule(
-    ids, offsets, ticket, box, posted, read, given, R, E, tiles1, passes, tiles2, chunks_of_h,
+    ids, result, offsets, ticket, box, posted, read, given, R, E, H, tiles1, passes, tiles2, chunks_of_h,
     BM: gl.constexpr, ROWS: gl.constexpr, BOXES: gl.constexpr, REQUANTISED: gl.constexpr, DIRECT: gl.constexpr,
 ):  # fmt: skip
     """One warp: draw tasks from the queue and post them, up to BOXES ahead."""
@@ -92,3 +92,5 @@ def schedule(
     mbarrier.arrive(posted.index(done % BOXES))
     if DIRECT:  # everyone draws one ticket too many; who draws the last leaves the counter as it was found
         gl.store(ticket, 0, mask=tile == gl.num_programs(0) - 1)
+        if passed == 0:  # no slot has an expert, so no tile writes the result
+            write_zeros(result, H)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowgmm.kernels.combine import sum_slots
+from lowgmm.kernels.combine import slots_of, sum_slots
 from lowgmm.kernels.moe_tiles import down_tile, gate_up_tile
 from lowgmm.kernels.quantize import round_to, row_absmax, scales_of
 from lowgmm.kernels.route import TILE_FIELDS
@@ -246,6 +246,7 @@ def finish_direct(
         if not local:
             tl.store(out + n, tl.zeros(n.shape, dtype=tl.float32).to(out.dtype.element_ty), mask=n < H)
     elif tl.atomic_add(columns_done + n_tile, 1, sem="acq_rel") == A - 1:
-        total = sum_slots(y, done, ids, topk_weights, 0, n, n < H, E, H, A, False, WEIGHT_ON_INPUT, False)
+        slots = slots_of(done, ids, topk_weights, 0, E, A, False, WEIGHT_ON_INPUT)
+        total = sum_slots(y, slots, n, n < H, H, A)
         tl.store(out + n, total.to(out.dtype.element_ty), mask=n < H)
         tl.store(columns_done + n_tile, 0)

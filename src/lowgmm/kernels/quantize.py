@@ -18,16 +18,15 @@ SMALLEST = tl.constexpr(SMALLEST_ABSMAX)
 
 @triton.jit
 def row_absmax(x, K, clip, BLOCK: tl.constexpr):
-    """min(max|x[:K]|, clip), or NaN if the row holds a NaN: tl.max drops NaN on the GPU, so NaNs are counted apart."""
+    """min(max|x[:K]|, clip), or NaN if the row holds a NaN."""
     k = tl.arange(0, BLOCK)
-    largest = tl.zeros((BLOCK,), dtype=tl.float32)
-    nans = tl.zeros((BLOCK,), dtype=tl.int32)
+    # |v| as integers in the same order, with NaN above all: tl.max of floats drops NaN on the GPU.
+    bits = tl.zeros((BLOCK,), dtype=tl.int32)
     for start in tl.range(0, K, BLOCK):
         v = tl.load(x + start + k, mask=start + k < K, other=0.0).to(tl.float32)
-        nan = v != v
-        nans += nan.to(tl.int32)
-        largest = tl.maximum(largest, tl.where(nan, 0.0, tl.abs(v)))
-    return tl.where(tl.sum(nans, 0) > 0, float("nan"), tl.minimum(tl.max(largest, 0), clip))
+        bits = tl.maximum(bits, v.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    absmax = tl.max(bits, 0).to(tl.float32, bitcast=True)
+    return tl.where(absmax != absmax, float("nan"), tl.minimum(absmax, clip))
 
 
 @triton.jit
@@ -43,9 +42,9 @@ def round_to(v, QMAX: tl.constexpr, TYPE: tl.constexpr):
     v = tl.where(v != v, 0.0, v)
     v = tl.minimum(tl.maximum(v, -QMAX), QMAX)
     if TYPE.is_int():
-        # Adding and taking away 1.5·2^23 rounds half to even. Launched without fused multiply-add, which would skip
-        # the product's own rounding and differ from torch on ties.
-        v = (v + 12582912.0) - 12582912.0
+        # Adding 1.5·2^23 rounds half to even, and leaves the integer in the low bits. Launched without fused
+        # multiply-add, which would skip the product's own rounding and differ from torch on ties.
+        v = (v + 12582912.0).to(tl.int32, bitcast=True)
     return v.to(TYPE)
 
 

@@ -1,4 +1,4 @@
-"""Launch the expert layer on Hopper: arrange, both products (``hopper_layer.py``), combine."""
+"""Launch the expert layer on Hopper: arrange, both products (``hopper_layer.py``), combine; one token: the products."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from lowgmm.kernels.combine import combine
 from lowgmm.kernels.grouped_mm import promote_every
 from lowgmm.kernels.hopper import BOXES
 from lowgmm.kernels.hopper_layer import hopper_layer_kernel
+from lowgmm.kernels.hopper_read import box_of
 from lowgmm.kernels.queue import counters
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.plan import LayerConfig
@@ -64,42 +65,46 @@ def moe_ffn(
     if direct:  # side by side, for an output is written while others still read h
         y, h = shared[:, :width], shared[:, width:]
     blocks = rows if direct else rows // bm + num_experts + 1
+    columns = -(-width // bn) * (bn // 64) if direct else 0
     scales_x, scales_h = (empty((rows,), torch.float32, device) for _ in range(2))
     out = empty((num_tokens, width), hidden.dtype, device)
-    number = 4 + rows + 2 * blocks
+    parts = (4, rows, 2 * blocks, columns)
+    number = sum(parts)
     order, inverse, offsets = None, None, None
     if direct:
         zeros = counters(device, number)
     else:
         order, inverse, offsets, zeros = arrange(ids, hidden, x, scales_x, num_experts, fmt, spec.clip, number)
-    ticket, absmax, ready = zeros[:number].split((4, rows, 2 * blocks))
+    ticket, absmax, ready, arrived = zeros[:number].split(parts)
     layout, constants = _constants(
         config, spec, values2.dtype, between, promote_every(values2.dtype, describe(device)) > 0,
-        w13.bias is not None, w2.bias is not None, min(triton.next_power_of_2(width), WIDTH) if direct else 0,
+        w13.bias is not None, w2.bias is not None,
+        *((rows, min(triton.next_power_of_2(width), WIDTH)) if direct else (0, 0)),
     )  # fmt: skip
 
-    def tiles(values: Tensor, columns: int, row_stride: int, block: int) -> Any:
+    def tiles(values: Tensor, columns: int, row_stride: int, block: list[int]) -> Any:
         rows = -(-values.numel() // row_stride)
-        return descriptor(TensorDescriptor, values, (rows, columns), (row_stride, 1), [block, bk], layout=layout)
+        return descriptor(TensorDescriptor, values, (rows, columns), (row_stride, 1), block, layout=layout)
 
     # Rows of gate and up, seen as two matrices: below each other, or in turns.
     across, expert_rows = (2, inner) if spec.gate_up == "interleaved" else (1, values13.shape[1])
     gate = values13.view(-1)
     up = gate[{"concatenated": inner * width, "interleaved": width, "none": 0}[spec.gate_up] :]
-    token = (hidden, x, ids) if direct else (None, None, None)
+    of_rows = box_of(bm, bn, x.element_size())
+    token = (hidden, x, ids, out) if direct else (None, None, None, None)
     written = (y, h, hq, scales_x, scales_h)
-    parts = (w13.scales, w2.scales, w13.bias, w2.bias)
+    of_channels = (w13.scales, w2.scales, w13.bias, w2.bias)
     launch(
         hopper_layer_kernel,
         _programs(rows, num_experts, width, inner, config, describe(device).sms),
-        tiles(x, width, stride, bm),
-        tiles(gate, width, across * width, min(64, bn // 2)),
-        tiles(up, width, across * width, min(64, bn // 2)),
-        tiles(hq, inner, stride, bm),
-        tiles(values2.view(-1), inner, inner, 64),
+        tiles(x, width, stride, of_rows),
+        tiles(gate, width, across * width, [min(64, bn // 2), bk]),
+        tiles(up, width, across * width, [min(64, bn // 2), bk]),
+        tiles(hq, inner, stride, of_rows),
+        tiles(values2.view(-1), inner, inner, [64, bk]),
         *token,
         *written,
-        *(absmax, *parts, order, weights, offsets, ticket, ready),
+        *(absmax, *of_channels, order, weights, offsets, ticket, ready, arrived if direct else None),
         *(rows, num_experts, width, inner, blocks, expert_rows, stride),
         *(math.inf if spec.clip is None else spec.clip, spec.slope, spec.bound or 0.0),
         *constants,
@@ -107,7 +112,8 @@ def moe_ffn(
         enable_fp_fusion=False,  # the epilogues' roundings are the contract's
         launch_pdl=not direct,
     )
-    combine(y, inverse, ids, weights, out, num_experts, spec, True)
+    if not direct:
+        combine(y, inverse, ids, weights, out, num_experts, spec, True)
     return out
 
 
@@ -126,6 +132,7 @@ def _constants(
     promote: bool,
     biased13: bool,
     biased2: bool,
+    slots: int,
     token_width: int,
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
     """The operands' layout in shared memory, and the kernel's compile-time arguments."""
@@ -143,6 +150,7 @@ def _constants(
         promote,
         0.0 if fmt is None else fmt.qmax,
         config.launch == "direct",
+        slots,
         token_width,
         spec.activation,
         spec.gate_up,

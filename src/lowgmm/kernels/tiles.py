@@ -37,7 +37,7 @@ def count_tiles(
     return tl.sum(tiles, 0)
 
 
-BAND = tl.constexpr(8)
+BAND = tl.constexpr(16)
 """Row tiles of one expert that run side by side on each column tile: weights larger than L2 are read once per band."""
 
 

@@ -1,0 +1,41 @@
+"""How operands get into shared memory on Hopper: what TMA loads at a time, and how many bytes a slot waits for."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+
+def box_of(block_m: int, block_n: int, element_size: int) -> list[int]:
+    """Rows and columns that are loaded at a time. Where experts have few rows, weights and rows are what bounds: a tile
+    higher than its expert has rows loads 32 at a time, so that it costs little."""
+    return [min(block_m, 32) if block_n < 256 else block_m, 128 // element_size]
+
+
+@gluon.jit
+def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.constexpr):
+    """Ask for 64 channels of weights: block ``i`` of a tile's, the first half of which is the first warpgroup's."""
+    MINE: gl.constexpr = (BN + 64) // 128
+    if i < MINE:
+        tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws0.index(slot * MINE + i))
+    else:
+        tma.async_copy_global_to_shared(w, [channel, k], full.index(slot), ws1.index(slot * MINE + i - MINE))
+
+
+@gluon.jit
+def expect(full, slot, boxes, row_bytes: gl.constexpr, w_bytes: gl.constexpr, MOST: gl.constexpr):
+    """Say how many bytes a slot waits for: those of its weights, and of so many boxes of rows."""
+    for i in gl.static_range(MOST):
+        mbarrier.expect(full.index(slot), w_bytes + (i + 1) * row_bytes, pred=boxes == i + 1)
+
+
+@gluon.jit
+def load_rows(x, xs, full, slot, row, k, boxes):
+    """Ask for a tile's rows by boxes, as many as there are: rows that do not exist take no bandwidth."""
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    WIDTH: gl.constexpr = x.block_type.shape[1]
+    for i in gl.static_range(xs.shape[1] // ROWS):
+        for j in gl.static_range(xs.shape[2] // WIDTH):
+            to = xs.index(slot).slice(i * ROWS, ROWS, dim=0).slice(j * WIDTH, WIDTH, dim=1)
+            tma.async_copy_global_to_shared(x, [row + i * ROWS, k + j * WIDTH], full.index(slot), to, pred=boxes > i)
