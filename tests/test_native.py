@@ -120,6 +120,22 @@ def test_large_outputs_are_those_of_their_parts(name: str) -> None:
 
 
 @needs_native
+@needs_native
+def test_outputs_that_malloc_maps_anew_come_in_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    advised: list[torch.Tensor] = []
+    monkeypatch.setattr(native, "advise_huge_pages", advised.append)
+    w13, w2 = (cpu.pack(lowgmm.quantize(torch.randn(2, *s), "int8")) for s in ((64, 32), (32, 32)))
+    x, ids = torch.randn(3, 32), torch.tensor([[0], [1], [1]])
+    layer = lowgmm.MoEExperts(w13, w2)
+    layer(x, ids, torch.ones(3, 1))  # its scratch is there now
+    for most, expected in ((native.MAPPED_BYTES, 0), (1, 2)):
+        monkeypatch.setattr(native, "MAPPED_BYTES", most)
+        advised.clear()
+        found = [lowgmm.gmm(x, w13, expert_sizes=torch.tensor([1, 2])), layer(x, ids, torch.ones(3, 1))]
+        assert len(advised) == expected
+        assert all(a.data_ptr() == y.data_ptr() for a, y in zip(advised, found, strict=False))
+
+
 def test_an_instruction_set_that_is_not_there_is_refused() -> None:
     run = forced("sve", "-c", "from lowgmm import native; native.library()")
     assert f"{UnsupportedError.__name__}: LOWGMM_CPU_ISA=sve: this CPU and build have" in run.stderr

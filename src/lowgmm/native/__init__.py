@@ -230,6 +230,11 @@ def unpack(packed: Tensor, N: int, K: int, bits: int) -> Tensor:
     return values
 
 
+MAPPED_BYTES = 32 << 20
+"""Memory of this size malloc takes from the system at every call. Touching it in pages of 4 KiB takes a fifth of the
+time of a product with 128 rows per expert."""
+
+
 def advise_huge_pages(t: Tensor) -> None:
     """2 MiB pages where the system gives them on request: a stream of weights then translates fewer addresses."""
     huge, advice = 2 << 20, 14  # MADV_HUGEPAGE
@@ -300,6 +305,8 @@ def gmm(
         0, x.shape[0], x.stride(0), out.stride(0),
         KINDS[x.dtype], KINDS[out.dtype], offsets.element_size(), math.inf if clip is None else clip,
     )  # fmt: skip
+    if out.nbytes >= MAPPED_BYTES:
+        advise_huge_pages(out)
     return _run(lib, lib.call.lowgmm_gmm, args) == 0
 
 
@@ -323,6 +330,8 @@ class Layer:
         hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         ids, weights, dtype = topk_ids.contiguous(), topk_weights.float().contiguous(), hidden.dtype
         out = torch.empty(hidden.shape, dtype=dtype, device="cpu")
+        if out.nbytes >= MAPPED_BYTES:
+            advise_huge_pages(out)
         args = _Layer.from_buffer_copy(self._fixed)
         args.hidden, args.ids, args.topk_weights = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
         args.out, args.hidden_stride, args.ids_bytes = out.data_ptr(), hidden.stride(0), ids.element_size()
