@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from itertools import pairwise
 from types import FunctionType, SimpleNamespace
 from typing import Any
 
@@ -135,7 +136,7 @@ def test_one_token_is_one_launch(A: int, H: int, I: int, down_n: int, monkeypatc
     assert given["absmax"].numel() == given["S"] == A
     assert given["ready"].numel() == 2 * A
     spans = sorted((c.data_ptr(), c.data_ptr() + c.nbytes) for c in counters)
-    assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False))
+    assert all(a[1] <= b[0] for a, b in pairwise(spans))
     y, h = given["y"], given["h"]
     assert (y.shape, h.shape) == ((A, H), (A, I))
     assert y.stride(0) == h.stride(0) == given["stride"] == H + I
