@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from lowgmm.gpu import H200
 from lowgmm.layer import LayerSpec, Weights
@@ -17,15 +18,67 @@ from lowgmm.plan import LayerConfig, LayerProblem, supports
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
-from lowgmm.kernels import hopper, hopper_read, run_hopper
+from lowgmm.kernels import combine, hopper, hopper_direct, hopper_read, run_hopper
 from lowgmm.kernels.tiles import BAND
 
-GL = SimpleNamespace(static_range=range, minimum=min, cdiv=lambda a, b: -(-a // b))
+
+class Lanes(torch.Tensor):
+    """What a warp holds."""
+
+    type = SimpleNamespace(layout=None)
+
+
+class Pointer:
+    """An address in a tensor, or one for each lane."""
+
+    def __init__(self, memory: Tensor, at: Any = 0) -> None:
+        self.memory, self.at, self.dtype = memory, at, SimpleNamespace(element_ty=memory.dtype)
+
+    def __add__(self, by: Any) -> Pointer:
+        return Pointer(self.memory, self.at + by)
+
+
+def load(pointer: Pointer, mask: Any = True, other: float = 0) -> Tensor:
+    at, mask = torch.as_tensor(pointer.at), torch.as_tensor(mask)
+    assert bool((~mask | (at < len(pointer.memory))).all()), "outside"
+    return torch.where(mask, pointer.memory[at.clamp(max=len(pointer.memory) - 1)], other)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    at, value, mask = torch.broadcast_tensors(*(torch.as_tensor(v) for v in (pointer.at, value, mask)))
+    pointer.memory[at[mask]] = value[mask].to(pointer.memory.dtype)
+
+
+def atomic_add(pointer: Pointer, by: int, sem: str) -> Tensor:
+    before = pointer.memory[pointer.at].clone()
+    pointer.memory[pointer.at] += by
+    return before
+
+
+GL = SimpleNamespace(
+    static_range=range,
+    minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
+    maximum=lambda a, b: torch.maximum(torch.as_tensor(a), torch.as_tensor(b)),
+    cdiv=lambda a, b: -(-a // b),
+    arange=lambda start, end, layout: torch.arange(start, end).as_subclass(Lanes),
+    full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
+    BlockedLayout=lambda *args: None,
+    num_warps=lambda: 1,
+    where=torch.where,
+    sum=lambda values, axis: values.sum(axis),
+    max=lambda values, axis: values.amax(axis),
+    associative_scan=lambda values, axis, combine: values.cumsum(axis),
+    load=load,
+    store=store,
+    atomic_add=atomic_add,
+    int32=torch.int32,
+    float32=torch.float32,
+)
 
 
 def plain(function: Any, **names: Any) -> Any:
     """The function as Python runs it, with stand-ins for what it uses."""
-    return FunctionType(function.fn.__code__, {"gl": GL, "range": range, **names})
+    return FunctionType(function.fn.__code__, {"gl": GL, "tl": GL, "range": range, "LANES": 32, "add": None, **names})
 
 
 class Part:
@@ -96,19 +149,76 @@ def test_every_slot_waits_for_what_is_loaded_into_it() -> None:
 
 @pytest.mark.parametrize("tiles_n", [1, 3])
 def test_both_kernels_number_tiles_alike(tiles_n: int, device: torch.device) -> None:
+    """Across more experts than a warp looks at together, none of them with rows, and bands."""
     from schedule_kernel import list_tiles
 
-    band = BAND.value
-    sizes = [5, band * 16, 0, (2 * band + 3) * 16 + 1]
+    band, bm = BAND.value, 16
+    sizes = [5, band * bm, 0, (2 * band + 3) * bm + 1, *[0] * 40, 1, *[0, 17] * 20]
     starts = torch.tensor([0, *sizes]).cumsum(0, dtype=torch.int32)
-    count, listed = list_tiles(starts.to(device), int(starts[-1]), 16, 10_000, tiles_n)
-    place = plain(hopper.place, BAND=band, bounds=lambda offsets, e, M, E: (int(offsets[e]), int(offsets[e + 1])))
-    found = []
-    for e, size in enumerate(sizes):
-        for local in range(-(-size // 16) * tiles_n):
-            _, row, end, column = place(starts, e, local, int(starts[-1]), len(sizes), tiles_n, 16)
-            found.append([e, row, end, column])
+    E, M = len(sizes), int(starts[-1])
+    count, listed = list_tiles(starts.to(device), M, bm, 10_000, tiles_n)
+    bounds, among = plain(hopper.bounds), plain(hopper.among)
+    counted = plain(hopper.count, bounds=bounds)
+    seek, place = plain(hopper.seek, count=counted, among=among), plain(hopper.place, bounds=bounds, BAND=band)
+    offsets, found = Pointer(starts), []
+    base, first, sums = 0, 0, counted(Pointer(starts), 0, M, E, tiles_n, bm)
+    for tile in range(count + 1):
+        base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, bm)
+        if expert >= E:
+            assert tile == total == count
+            break
+        _, row, end, column = place(offsets, expert, local, M, E, tiles_n, bm)
+        found.append([int(v) for v in (expert, row, end, column)])
     assert found == listed[:count].tolist()
+
+
+IDS = ([3], [-1], [2, 2, 2], [-1, 4, 9, 0, -7], [2**32 + 1, 1, 2**31], list(range(-16, 16)), [4] * 32)
+
+
+@pytest.mark.parametrize("ids", IDS, ids=str)
+def test_tiles_of_one_token(ids: list[int]) -> None:
+    E, tiles_n, R = 5, 3, len(ids)
+    expert_of, sums = plain(hopper_direct.tiles_of)(Pointer(torch.tensor(ids)), R, E, tiles_n)
+    among, found, tile = plain(hopper.among), [], 0
+    while int((group_local := among(sums, tile))[0]) < R:
+        found.append((int(group_local[0]), int(expert_of[group_local[0]]), int(group_local[1])))
+        tile += 1
+    assert found == [(i, e, n) for i, e in enumerate(ids) if 0 <= e < E for n in range(tiles_n)]
+    assert tile == int(sums.max())
+
+
+@pytest.mark.parametrize("ids", [ids for ids in IDS if any(0 <= e < 5 for e in ids)], ids=str)
+def test_the_last_slot_of_some_columns_sums_them(ids: list[int]) -> None:
+    """Whatever the order in which they end; twice, as counters were left."""
+    E, H, I, A = 5, 100, 16, len(ids)
+    y, share = torch.randn(A, H + I), torch.rand(A)
+    inside = [0 <= e < E for e in ids]
+    y[~torch.tensor(inside)], share[~torch.tensor(inside)] = float("nan"), float("nan")
+    want = torch.zeros(H)
+    for a in range(A):
+        want += y[a, :H] * share[a] if inside[a] else 0
+    slots = plain(combine.slots_of)(None, Pointer(torch.tensor(ids)), Pointer(share), 0, E, A, False, False)
+    arrived = torch.zeros(2, dtype=torch.int32)
+    finish = plain(hopper_direct.finish, barrier=lambda: None, sum_slots=plain(combine.sum_slots))
+    for _ in range(2):
+        result, written = torch.full((H,), 7.0), torch.full_like(y, float("nan"))
+        parts = [(a, column) for a in range(A) if inside[a] for column in (0, 64)]
+        for i in torch.randperm(len(parts)).tolist():
+            a, column = parts[i]
+            written[a, column : min(column + 64, H)] = y[a, column : min(column + 64, H)]
+            finish(Pointer(written.flatten()), Pointer(result), Pointer(arrived), slots, column, H, H + I, A)
+        assert torch.equal(result, want)
+        assert not arrived.any()
+
+
+@pytest.mark.parametrize("programs", [1, 3, 132])
+def test_without_an_expert_all_is_zero(programs: int) -> None:
+    result = torch.full((1040,), float("nan"))
+    for program in range(programs):
+        GL.program_id, GL.num_programs = lambda axis, program=program: program, lambda axis: programs
+        plain(hopper_direct.write_zeros)(Pointer(result), 1000)
+    assert not result[:1000].any()
+    assert result[1000:].isnan().all()
 
 
 @pytest.mark.parametrize("down_n", [64, 128])
