@@ -1,4 +1,4 @@
-"""What the GPU benchmarks share: operands, rivals, parallel compiling, and results as JSON lines."""
+"""What the benchmarks share: operands, rivals, parallel compiling, and results as JSON lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import lowgmm
-from lowgmm import environment, timing
+from lowgmm import environment, native, timing
 from lowgmm.formats import FORMATS
 from lowgmm.testing import Operands, draw_operands, judge
 from lowgmm.tune import Problem, TileConfig
@@ -73,10 +73,14 @@ class Loaded:
         assert verdict.ok, str(verdict)
 
 
-def read_rival(name: str, size: int) -> timing.Rival:
-    """Reading ``size`` bytes and nothing else: the ceiling of anything that has to."""
-    words = max(1, size // 8)
-    buffers = [torch.arange(words, device=CUDA) + i for i in range(timing.weight_sets(size, CUDA))]
+def read_rival(name: str, size: int, device: torch.device | None = None) -> timing.Rival:
+    """Reading ``size`` bytes and nothing else: the ceiling of anything that has to. On the GPU by default."""
+    device, words = device or CUDA, max(1, size // 8)
+    buffers = [torch.empty(words, dtype=torch.int64, device=device) for _ in range(timing.weight_sets(size, device))]
+    for i, buffer in enumerate(buffers):
+        if device.type == "cpu":
+            native.advise_huge_pages(buffer)  # as the library's own weights have them
+        torch.arange(i, i + words, out=buffer)
 
     def check(index: int, total: Tensor) -> None:
         want = words * (words - 1) // 2 + index * words

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import lowgmm
-from lowgmm import cpu, environment, native
+from lowgmm import cpu, environment, native, timing
 from lowgmm.formats import get_format
 
 HERE = Path(__file__).parent
@@ -136,7 +136,7 @@ def measure(
     expert_bytes = {f: 2 * I * (H * get_format(f).bits / 8 + 4 * get_format(f).blocks(H)) for f in FORMATS}
     times: dict[str, list[float]] = {rival: [] for rival in calls}
     gemm: dict[str, list[float]] = {f: [] for f in FORMATS}
-    share: dict[str, list[float]] = {f: [] for f in FORMATS}
+    floor: dict[str, list[float]] = {f: [] for f in FORMATS}
     reads, hits, turns, stop = [], [], [], time.perf_counter() + seconds
     while len(reads) < 5 or time.perf_counter() < stop:
         draws = [draw() for _ in range(BURST)]
@@ -156,17 +156,16 @@ def measure(
                 lowgmm.gmm(rows, packed[f][0], expert_offsets=offsets)
                 last = time.perf_counter() - start
             gemm[f].append(last)
-            share[f].append(hits[-1] * expert_bytes[f] / last / reads[-1])
+            floor[f].append(hits[-1] * expert_bytes[f] / reads[-1])  # seconds to read these weights and no more
         if ggml:
             turns.append(ggml.turn(T))
     middle = statistics.median
     line["turns"], line["experts_hit"], line["read_gb_per_s"] = len(reads), middle(hits), middle(reads) / 1e9
     line["layer_us"] = {rival: middle(t) * 1e6 for rival, t in times.items()}
     line["gemm_us"] = {f: middle(t) * 1e6 for f, t in gemm.items()}
-    line["gemm_share_of_read"] = {f: middle(v) for f, v in share.items()}
+    line["gemm_share_of_read"] = {f: timing.paired(floor[f], t).median for f, t in gemm.items()}
     line["gemm_gop_per_s"] = {f: 4 * T * A * H * I / middle(t) / 1e9 for f, t in gemm.items()}
-    baseline = times["torch bf16"]
-    line["x_torch_bf16"] = {r: middle([b / v for b, v in zip(baseline, t, strict=True)]) for r, t in times.items()}
+    line["x_torch_bf16"] = {r: timing.paired(times["torch bf16"], t).median for r, t in times.items()}
     return line | (against_ggml(line, turns, {"gemm": gemm, "layer": times}) if ggml else {})
 
 
@@ -206,7 +205,7 @@ def against_ggml(line: dict, turns: list[dict], ours: dict[str, dict[str, list[f
             for k in us["q8_0 plain"]
         }
         times = {k: [t[v][k] * (2 if k == "gemm" else 1) for t in turns] for k, v in best.items()}
-        found[f] = {k: middle([t / o for t, o in zip(times[k], ours[k][f], strict=True)]) for k in times}
+        found[f] = {k: timing.paired(times[k], ours[k][f]).median for k in times}
         found[f]["gemm_at_read"] = found[f]["gemm"] / line["gemm_share_of_read"][f]
     return {"ggml_us": us, "x_ggml": found}
 

@@ -313,7 +313,7 @@ def test_a_case_is_timed_checked_and_held_against_floor_read_and_dense(monkeypat
         for rival in rivals:
             for i, call in enumerate(rival.calls):
                 rival.check(i, call())
-        return [timing.Timing(r.name, 1e-3, 1e-3, 1e-3, 5, "fake") for r in rivals]
+        return [timing.Timing(r.name, (1e-3,) * 5, "fake") for r in rivals]
 
     monkeypatch.setattr(gmm.timing, "interleave", interleave)
     monkeypatch.setattr(common, "CUDA", torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -41,15 +42,44 @@ def test_a_wrong_rival_is_not_timed():
     assert calls == [0, 1]
 
 
-def test_rivals_take_turns_and_sets_rotate():
+def turns(names: str, rounds: int, sets: int = 1) -> list[list[str]]:
+    """What was called in each round."""
     log = []
 
-    def named(name: str):
-        return lambda: log.append(name) or torch.ones(1)
+    def call(name: str, index: int):
+        return lambda: log.append(f"{name}{index}") or torch.ones(1)
 
-    rivals = [timing.Rival("a", [named("a0"), named("a1")], accept), timing.Rival("b", [named("b")], accept)]
-    timing.interleave(rivals, CPU, rounds=5)
-    assert log == ["a0", "a1", "b", "a0", "b", *["a1", "b", "a0", "b"] * 2, "a1", "b"]
+    rivals = [timing.Rival(n, [call(n, i) for i in range(sets)], accept) for n in names]
+    timing.interleave(rivals, CPU, rounds=rounds)
+    timed = log[len(names) * (sets + 1) :]  # behind the checks, and a call of each to settle
+    return [timed[i : i + len(names)] for i in range(0, len(timed), len(names))]
+
+
+def test_rivals_take_turns_and_sets_rotate():
+    rounds = turns("ab", rounds=6, sets=2)
+    assert [sorted(r) for r in rounds] == [["a1", "b1"], ["a0", "b0"]] * 3
+
+
+def test_every_rival_is_first_and_last_and_behind_every_other():
+    rounds = turns("abcd", rounds=60)
+    assert {len(set(r)) for r in rounds} == {4}
+    for at in range(4):
+        assert {r[at][0] for r in rounds} == set("abcd")
+    pairs = {(x[0], y[0]) for r in rounds for x, y in itertools.pairwise(r)}
+    assert len(pairs) == 12
+    assert rounds == turns("abcd", rounds=60)  # the same in every run
+
+
+def test_a_ratio_is_taken_within_rounds():
+    """A machine that becomes half as fast in the middle of the third of five rounds, between the one's turn and the
+    other's: their medians are of different halves."""
+    one, other = [1.0, 1.0, 1.0, 2.0, 2.0], [3.0, 3.0, 6.0, 6.0, 6.0]
+    ratio = timing.paired(other, one)
+    assert ratio.median == 3
+    assert timing.spread(other).median / timing.spread(one).median == 6
+    assert (ratio.p20, ratio.p80) == (3, pytest.approx(3.6))  # that something changed shows
+    with pytest.raises(ValueError, match="zip"):
+        timing.paired(other[1:], one)
 
 
 def test_median_and_percentiles_order_a_slow_and_a_fast_rival():

@@ -2,12 +2,13 @@
 
 On a GPU every rival's calls are captured in a CUDA graph and the graph is replayed, so that Python and launch costs do
 not hide what the kernels cost; where capture is impossible the calls are timed as they are and the result says so. On
-a CPU a clock is read around each call. Rivals take turns within every round, so a machine that slows down slows all of
-them down.
+a CPU a clock is read around each call. Every round times each rival once, in an order of its own, and rivals are
+compared round by round (:func:`paired`): a machine that slows down then slows both sides of a ratio down.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
@@ -51,16 +52,60 @@ class Rival:
 
 
 @dataclass(frozen=True)
+class Spread:
+    """A figure that every round gives once: its median, and the 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+
+
+def spread(values: Sequence[float]) -> Spread:
+    """Of at least two values.
+
+    >>> spread([3.0, 1.0, 2.0, 5.0, 4.0, 6.0])
+    Spread(median=3.5, p20=2.0, p80=5.0)
+    """
+    fifths = statistics.quantiles(values, n=5, method="inclusive")
+    return Spread(statistics.median(values), fifths[0], fifths[3])
+
+
+def paired(over: Sequence[float], under: Sequence[float]) -> Spread:
+    """The ratio of two rivals: each round's own, and then the median.
+
+    Medians taken apart may come from different minutes of a machine whose memory is twice as fast in one as in another.
+
+    >>> paired([20.0, 60.0], [10.0, 30.0])
+    Spread(median=2.0, p20=2.0, p80=2.0)
+    """
+    return spread([a / b for a, b in zip(over, under, strict=True)])
+
+
+@dataclass(frozen=True)
 class Timing:
-    """Seconds of one call: median and 20th/80th percentile over the rounds, and how they were taken."""
+    """Seconds of one call, by round, and how they were taken."""
 
     name: str
-    median_s: float
-    p20_s: float
-    p80_s: float
-    rounds: int
+    samples: tuple[float, ...]
+    """One per round; the rivals of one :func:`interleave` have theirs in common."""
     method: str
     """``cuda graph replay``, ``cuda calls`` (with the reason when a graph was wanted), or ``cpu clock``."""
+
+    @property
+    def rounds(self) -> int:
+        return len(self.samples)
+
+    @property
+    def median_s(self) -> float:
+        return spread(self.samples).median
+
+    @property
+    def p20_s(self) -> float:
+        return spread(self.samples).p20
+
+    @property
+    def p80_s(self) -> float:
+        return spread(self.samples).p80
 
 
 @contextmanager
@@ -106,6 +151,9 @@ def interleave(
 ) -> list[Timing]:
     """Check every rival, then time them in turns.
 
+    The order of turns is drawn anew in every round (from a fixed seed): over many, each rival is as often early as
+    late, and finds the caches and clocks that any other one leaves behind.
+
     Args:
         rivals: at least one, with distinct names.
         device: where they run.
@@ -134,20 +182,19 @@ def interleave(
     for sample, _ in samplers:
         sample()  # clocks, allocators and page tables settle
     samples: list[list[float]] = [[] for _ in rivals]
+    order, draw = list(range(len(rivals))), random.Random(0)
     stop = time.perf_counter() + seconds
     for done in range(max(5, rounds)):
         if done >= 5 and time.perf_counter() > stop:
             break
-        for taken, (sample, _) in zip(samples, samplers, strict=True):
-            taken.append(sample())
+        draw.shuffle(order)
+        for turn in order:
+            samples[turn].append(samplers[turn][0]())
         if progress is not None:
             progress()
-    return [_timing(r.name, taken, method) for r, taken, (_, method) in zip(rivals, samples, samplers, strict=True)]
-
-
-def _timing(name: str, taken: list[float], method: str) -> Timing:
-    fifths = statistics.quantiles(taken, n=5, method="inclusive")
-    return Timing(name, statistics.median(taken), fifths[0], fifths[3], len(taken), method)
+    return [
+        Timing(r.name, tuple(taken), method) for r, taken, (_, method) in zip(rivals, samples, samplers, strict=True)
+    ]
 
 
 def _check(rival: Rival, index: int, output: Tensor) -> None:

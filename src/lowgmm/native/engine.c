@@ -174,7 +174,8 @@ static void block_of(const struct isa *isa, const struct weights *w, const float
     for (int64_t i = 0, row = 0; i < tiles; ++i) {
         /* As even as possible: 16 rows are 6 + 5 + 5, not 7 + 7 + 2. */
         int64_t rows = (count - row + (tiles - i) - 1) / (tiles - i);
-        t.fetch = i >= 4 && i < 8 && next.x ? (const void *)(next.x + 64 * (i - 4)) : next.w + 64 * (i < 4 ? i : 0);
+        t.fetch[0] = i >= 4 && i < 8 && next.x ? (const void *)(next.x + 64 * (i - 4)) : next.w + 64 * (i < 4 ? i : 0);
+        t.fetch[1] = tiles > 1 && i + tiles < 4 ? next.w + 64 * (i + tiles) : NULL; /* two or three tiles share the four lines */
         for (int64_t r = 0; r < rows; ++r, ++row) {
             int64_t from = x->from ? x->from[first + row] : first + row;
             t.x[r] = x->q + from * x->q_stride;

@@ -31,7 +31,8 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 
 /* What to fetch at each step, into L2. Few rows: at the end of a block the next one's start, so that none begins by waiting for
  * memory; the stream itself is the processor's to fetch, and fetching it here too is slower. Many rows: the next block, all of it;
- * four tiles fetch the four cache lines of each step, and four more an expert's rows.
+ * four tiles fetch the four cache lines of each step, and four more an expert's rows; two or three tiles fetch two lines each, or
+ * what is left would be waited for in every step.
  *
  * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
 #define FETCH()                                                                                                                \
@@ -40,6 +41,7 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
             for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)t->next + (step - turn) * STEP + 64 * c, _MM_HINT_T1);\
     } else {                                                                                                                   \
         _mm_prefetch(fetch + step * STEP, _MM_HINT_T1);                                                                        \
+        if (also) _mm_prefetch(also + step * STEP, _MM_HINT_T1);                                                               \
     }
 #define START(from)                                                                                                            \
     _Pragma("GCC unroll 8") for (int r = 0; r < rows; ++r)                                                                     \
@@ -48,9 +50,9 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 #define PLAN()                                                                                                                 \
     if (t->scales_w) /* needed at the end of the block, or of its first group */                                               \
         for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)(t->scales_w + 16 * c), _MM_HINT_T0);                     \
-    const char *fetch = t->fetch;                                                                                              \
+    const char *fetch = t->fetch[0], *also = t->fetch[1];                                                                      \
     const int64_t turn = t->steps > AHEAD / STEP ? t->steps - AHEAD / STEP : 0;                                                \
-    (void)fetch, (void)turn
+    (void)fetch, (void)also, (void)turn
 
 FN void dot8(const struct tile *t, union sums *s, const int rows)
 {

@@ -103,7 +103,7 @@ struct tile {
     const float *scales_w, *bias;   /* at the block's first channel, or NULL */
     const uint8_t *next;            /* what this thread reads after this block, */
     const float *next_scales;       /* with its scales (anything where it has none) */
-    const void *fetch;              /* of what comes next, for this tile to fetch: one cache line in every four */
+    const void *fetch[2];           /* of what comes next, for this tile to fetch: of each one cache line in every four; NULL for none */
     int64_t scale_group;
     int64_t steps, group_steps;     /* of 4 (INT8) or 8 (INT4) elements of K; in the last group fewer may be left */
     int64_t channels;               /* that exist in this block: isa.channels or fewer */
