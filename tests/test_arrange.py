@@ -26,6 +26,7 @@ SIZES = {  # T, A, E
     "more slots than experts": (5, 9, 4),
     "odd": (33, 3, 6),
     "most experts without a slot": (10, 1, 1000),
+    "as many experts as bins": (30, 3, 16),
 }
 FORMS = {  # FEW, SUB, STEP, MAX_GROUPS
     "each program looks at all slots": ((128, 1024), 128, 1024, 64),
@@ -104,6 +105,26 @@ def test_more_groups_than_a_step_of_the_scan(monkeypatch: pytest.MonkeyPatch, de
     for name, value in {"FEW": (), "SUB": 64, "STEP": 64, "MAX_GROUPS": 512}.items():
         monkeypatch.setattr(kernels, name, value)
     check(torch.randint(-1, E + 1, (T, A), device=device), E, "int8")
+
+
+@pytest.mark.parametrize("E", [1024, 1025])
+def test_fewer_groups_at_a_time_of_many_experts(E: int, monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """11 groups; of 1024 experts 8 are added up at a time, of 2048 bins 4."""
+    for name, value in {"FEW": (), "SUB": 64, "STEP": 64, "MAX_GROUPS": 512}.items():
+        monkeypatch.setattr(kernels, name, value)
+    check(torch.randint(E - 5, E + 1, (70, 10), device=device), E, "int8")
+    check(torch.full((70, 10), -1, device=device), E, "int8")
+
+
+@pytest.mark.parametrize(("T", "A", "launches"), [(256, 16, 1), (241, 17, 2)])
+def test_one_slot_more_than_few(
+    T: int, A: int, launches: int, monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    """4096 slots are sorted by whoever gathers, 4097 in a launch of their own: 5 groups, the last of one slot."""
+    made, launch = [], kernels.launch
+    monkeypatch.setattr(kernels, "launch", lambda kernel, *a, **o: made.append(kernel) or launch(kernel, *a, **o))
+    check(torch.randint(-1, 10, (T, A), device=device), 9, "int8")
+    assert len(made) == launches
 
 
 @pytest.mark.parametrize("forms", ["each program looks at all slots", "a chunk"])

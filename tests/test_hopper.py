@@ -24,7 +24,7 @@ CASES = {
     "more experts than a warp counts at a time": ((1, 0, 5) * 15, 192, 128, 5),
     "hundreds of experts": ((2,) * 300, 64, 128, 0),
     "one row": ((1,), 64, 64, 0),
-    "bands of row tiles": ((1300, 40), 512, 128, 0),
+    "bands of row tiles": ((2100, 40), 512, 128, 0),
 }
 DTYPES = ("int8", "fp8", "bfloat16", "float16")
 

@@ -24,7 +24,7 @@ SHAPES = {  # T, A, E, H, I
     "few": (5, 3, 8, 512, 192),
     "narrow edges": (33, 2, 5, 144, 80),
     "intermediate wider than hidden": (70, 2, 4, 256, 1168),
-    "bands of row tiles": (1500, 1, 3, 256, 256),
+    "bands of row tiles": (3900, 1, 3, 256, 256),
     "hundreds of experts": (200, 4, 300, 128, 128),
     "many": (3000, 4, 16, 1024, 512),
 }

@@ -23,6 +23,8 @@ from test_moe_options import OPTIONS, arguments
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from lowgmm.kernels.tiles import BAND
+
 DEVICE = KERNELS.device
 LAUNCHES = {
     "queue": "queue-16-32x64-32x64-swap-4w2s3t",
@@ -69,6 +71,15 @@ def test_odd_sizes(launch: str, format: str | None) -> None:
     """H, I and columns that no tile divides; more row tiles than one for an expert."""
     ids = torch.tensor([[1, 0], [1, 2]] * 10 + [[1, 1]])
     args = make(format, torch.bfloat16, ids, 3, DEVICE, (len(ids), 50, 45))
+    check_layer(layer(*args, config=LAUNCHES[launch]), *args)
+
+
+@pytest.mark.parametrize("launch", ["queue", "split, gathered"])
+def test_bands_of_row_tiles(launch: str) -> None:
+    """An expert of more row tiles than a band, behind one of few: every tile of it once, in both products."""
+    rows = (BAND.value + 2) * 16 + 1
+    ids = torch.arange(rows + 20).lt(20).logical_not().long().unsqueeze(1)
+    args = make("int8", torch.bfloat16, ids, 2, DEVICE, (len(ids), 64, 48))
     check_layer(layer(*args, config=LAUNCHES[launch]), *args)
 
 

@@ -220,9 +220,11 @@ def test_a_thousand_experts() -> None:
 @pytest.mark.parametrize("tiles_n", [1, 3])
 def test_bands_cover_every_tile_once(tiles_n: int) -> None:
     """Experts of fewer row tiles than a band, of one band exactly, and of more; in a band, row tiles change fastest."""
+    from lowgmm.kernels.tiles import BAND
     from schedule_kernel import list_tiles
 
-    sizes = torch.tensor([17, 8 * 16, 0, 19 * 16 + 1], dtype=torch.int32)
+    band = BAND.value
+    sizes = torch.tensor([17, band * 16, 0, (2 * band + 3) * 16 + 1], dtype=torch.int32)
     offsets = torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
     rows = int(sizes.sum())
     expected = tile_schedule(offsets, rows, 16)
@@ -233,6 +235,6 @@ def test_bands_cover_every_tile_once(tiles_n: int) -> None:
     assert len(set(found)) == bound
     assert {t[:3] for t in found} == set(as_rows(expected))
     assert {t[3] for t in found} == set(range(tiles_n))
-    first_band = [t for t in found if t[0] == 3][: 8 * tiles_n]
-    assert [t[3] for t in first_band] == [n for n in range(tiles_n) for _ in range(8)]
-    assert len({t[1] for t in first_band}) == 8
+    first_band = [t for t in found if t[0] == 3][: band * tiles_n]
+    assert [t[3] for t in first_band] == [n for n in range(tiles_n) for _ in range(band)]
+    assert len({t[1] for t in first_band}) == band

@@ -21,15 +21,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from lowgmm.kernels.hopper_read import box_of, expect, load_block, load_rows
+from lowgmm.kernels.hopper_read import box_of, boxes_of, expect, load_block, load_rows
 from lowgmm.kernels.hopper_write import channel_values, scaled, turn, write
+from lowgmm.kernels.tiles import BAND
 from lowgmm.relaunch import descriptor
 from lowgmm.replay import launch
 from lowgmm.routing import max_row_tiles
 from lowgmm.tune import TileConfig
 
 LANES = gl.constexpr(32)  # groups that a warp looks at together
-BAND = gl.constexpr(16)  # as in kernels/tiles.py
 
 
 @gluon.jit
@@ -149,7 +149,7 @@ def produce(
     row = number(rows, 0)
     while row >= 0:
         channel = number(experts, done % BOXES) * N + number(columns, done % BOXES) * BN
-        boxes = gl.cdiv(gl.minimum(number(ends, done % BOXES) - row, BM), ROWS)
+        boxes = boxes_of(x, row, number(ends, done % BOXES), BM)
         mbarrier.arrive(read.index(done % BOXES))
         for k in range(0, K, BK):
             slot = step % STAGES

@@ -14,7 +14,7 @@ from lowgmm.kernels.combine import slots_of
 from lowgmm.kernels.hopper import begin, multiply, number
 from lowgmm.kernels.hopper_direct import CHUNK, clear, finish, leave, multiply_row, quantise_token
 from lowgmm.kernels.hopper_queue import schedule
-from lowgmm.kernels.hopper_read import expect, load_block, load_rows
+from lowgmm.kernels.hopper_read import boxes_of, expect, load_block, load_rows
 from lowgmm.kernels.hopper_tasks import (
     DOWN,
     PASS,
@@ -78,7 +78,7 @@ def produce(
         kind, column, expert = number(kinds, at), number(columns, at), number(experts, at)
         end, block = number(ends, at), number(blocks, at)
         mbarrier.arrive(read.index(at))
-        boxes = gl.cdiv(gl.minimum(end - row, BM), HIGH)
+        boxes = boxes_of(x, row, end, BM)
         if kind == UP:
             channel = expert * expert_rows + column * UP_N
             for k in range(0, H, BK):

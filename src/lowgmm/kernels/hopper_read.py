@@ -24,6 +24,13 @@ def load_block(w, channel, k, ws0, ws1, full, slot, i: gl.constexpr, BN: gl.cons
 
 
 @gluon.jit
+def boxes_of(x, row, end, BM: gl.constexpr):
+    """How many boxes hold a tile's rows, of which there is at least one. What the others hold in shared memory, from
+    tiles before or from nobody, reaches only rows that are not written."""
+    return gl.cdiv(gl.minimum(end - row, BM), x.block_type.shape[0])
+
+
+@gluon.jit
 def expect(full, slot, boxes, row_bytes: gl.constexpr, w_bytes: gl.constexpr, MOST: gl.constexpr):
     """Say how many bytes a slot waits for: those of its weights, and of so many boxes of rows."""
     for i in gl.static_range(MOST):
