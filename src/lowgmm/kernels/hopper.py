@@ -286,12 +286,12 @@ def consume(
         if LATE:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
-        shift = channel_values(bias, expert, column, N, ACC, BIAS)
-        value = turn(scaled(acc0, sx.index(at), scale0, shift, ACC, SCALED_X, SCALED_W, BIAS), out)
+        shift, of_x = channel_values(bias, expert, column, N, ACC, BIAS), sx.index(at)
+        value = turn(scaled(acc0, scale0, shift, of_x, of_x, ACC, SCALED_W, SCALED_X, False, BIAS), out)
         write(value, y, row, end, column, N, stride_ym, BM)
         if TWO:
             shift = channel_values(bias, expert, column + 64, N, ACC, BIAS)
-            value = turn(scaled(acc1, sx.index(at), scale1, shift, ACC, SCALED_X, SCALED_W, BIAS), out)
+            value = turn(scaled(acc1, scale1, shift, of_x, of_x, ACC, SCALED_W, SCALED_X, False, BIAS), out)
             write(value, y, row, end, column + 64, N, stride_ym, BM)
         mbarrier.arrive(read.index(at))
         done += 1

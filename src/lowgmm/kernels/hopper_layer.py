@@ -30,10 +30,9 @@ from lowgmm.kernels.hopper_tasks import (
     multiply_in_turns,
     requantise,
     row_values,
-    scaled,
     wait_for,
 )
-from lowgmm.kernels.hopper_write import turn, write
+from lowgmm.kernels.hopper_write import scaled, turn, write
 from lowgmm.kernels.moe_tiles import activate
 
 
@@ -153,6 +152,7 @@ def consume(
     LATE: gl.constexpr = PROMOTE and TWO  # no register is left to load scales ahead of the product
     GATED: gl.constexpr = LAYOUT != "none"
     QUANTISED: gl.constexpr = QMAX > 0
+    BIASED: gl.constexpr = BIAS1 or BIAS2
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BM, 256 // xs.dtype.primitive_bitwidth])
     LANE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     # A tile of h is announced when the next one is multiplied: by then its stores need not be waited for.
@@ -245,10 +245,12 @@ def consume(
                         scale1 = channel_values(w13_scales, w2_scales, kind, at1, in1, QUANTISED, QUANTISED)
                     shift1 = channel_values(w13_bias, w2_bias, kind, at1, in1, BIAS1, BIAS2)
                 # All loads come before what waits for the first.
-                value0 = scaled(acc0, scale0, shift0, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+                value0 = scaled(acc0, scale0, shift0, sx, weight, ACC, QUANTISED, QUANTISED, WEIGHT_ON_INPUT, BIASED)
                 value1 = value0
                 if TWO:
-                    value1 = scaled(acc1, scale1, shift1, sx, weight, ACC, QUANTISED, WEIGHT_ON_INPUT, BIAS1 or BIAS2)
+                    value1 = scaled(
+                        acc1, scale1, shift1, sx, weight, ACC, QUANTISED, QUANTISED, WEIGHT_ON_INPUT, BIASED
+                    )
                 column = column * BN + HALF * (BN // 2)
                 if kind == UP:
                     if not GATED:

@@ -111,22 +111,6 @@ def channel_values(of_w13, of_w2, kind, at, inside, USED13: gl.constexpr, USED2:
 
 
 @gluon.jit
-def scaled(
-    acc, scales_w, shift, sx, weight,
-    ACC: gl.constexpr, QUANTISED: gl.constexpr, WEIGHTED: gl.constexpr, BIAS: gl.constexpr,
-):  # fmt: skip
-    """acc · scales_w · scales_x · weight + bias in float32, in the order of ``moe_tiles.scaled``."""
-    value = acc.to(gl.float32)
-    if QUANTISED:
-        value = value * gl.expand_dims(scales_w, 1) * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
-    if WEIGHTED:
-        value = value * gl.expand_dims(weight.load(gl.SliceLayout(0, ACC)), 0)
-    if BIAS:
-        value = value + gl.expand_dims(shift, 1)
-    return value
-
-
-@gluon.jit
 def multiply_in_turns(
     xs, ws, full, empty, step, K,
     HALF: gl.constexpr, BM: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, ACC: gl.constexpr,

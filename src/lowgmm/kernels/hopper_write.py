@@ -18,17 +18,19 @@ def channel_values(values, expert, column, N, ACC: gl.constexpr, USED: gl.conste
 
 @gluon.jit
 def scaled(
-    acc, sx, scale_w, shift,
-    ACC: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+    acc, scale_w, shift, sx, weight,
+    ACC: gl.constexpr, SCALED_W: gl.constexpr, SCALED_X: gl.constexpr, WEIGHTED: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
-    """The arithmetic of ``tiles.store`` on an accumulator [64, BM]."""
+    """acc · scale_w · sx · weight + shift in float32, in the order of ``tiles.store`` and ``moe_tiles.scaled``."""
     value = acc
-    if SCALED_W or SCALED_X or BIAS:
+    if SCALED_W or SCALED_X or WEIGHTED or BIAS:
         value = value.to(gl.float32)
     if SCALED_W:
         value = value * gl.expand_dims(scale_w, 1)
     if SCALED_X:
         value = value * gl.expand_dims(sx.load(gl.SliceLayout(0, ACC)), 0)
+    if WEIGHTED:
+        value = value * gl.expand_dims(weight.load(gl.SliceLayout(0, ACC)), 0)
     if BIAS:
         value = value + gl.expand_dims(shift, 1)
     return value
