@@ -85,6 +85,14 @@ def number(cells, index):
 
 
 @gluon.jit
+def post(box, at, numbers):
+    """Integers into the first cells of box ``at``."""
+    one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    for i in gl.static_range(len(numbers)):
+        box[i].index(at).store(one * numbers[i])
+
+
+@gluon.jit
 def place(offsets, expert, local, M, E, tiles_n, BM: gl.constexpr):
     """First row, end of rows and column number of an expert's tile ``local``; bands as in ``tiles.find_tile``."""
     start, end = bounds(offsets, expert, M, E)
@@ -103,9 +111,8 @@ def schedule(
 
     A warp of its own, because all this is a chain of memory latencies that no load of operands should wait for.
     """
-    rows, ends, columns, experts, sx = box
+    sx = box[4]
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    one = gl.full([1], 1, gl.int32, LINE)
     tiles_n = gl.cdiv(N, BN)
     tile, base, first = gl.program_id(0), 0, 0
     sums = count(offsets, first, M, E, tiles_n, BM)
@@ -118,10 +125,7 @@ def schedule(
             scale_x = gl.load(scales_x + rm, mask=rm < end, other=0.0)
         at = done % BOXES
         mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
-        rows.index(at).store(one * row)
-        ends.index(at).store(one * end)
-        columns.index(at).store(one * column)
-        experts.index(at).store(one * expert)
+        post(box, at, (row, end, column, expert))
         if SCALED_X:
             sx.index(at).store(scale_x)
         mbarrier.arrive(posted.index(at))
@@ -129,7 +133,7 @@ def schedule(
         tile = gl.num_programs(0) + gl.atomic_add(ticket, 1, sem="relaxed")
         base, first, sums, total, expert, local = seek(offsets, tile, base, first, sums, M, E, tiles_n, BM)
     mbarrier.wait(read.index(done % BOXES), ((done // BOXES) & 1) ^ 1)
-    rows.index(done % BOXES).store(one * -1)
+    post(box, done % BOXES, (-1,))
     mbarrier.arrive(posted.index(done % BOXES))
     # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
     gl.store(ticket, 0, mask=tile == gl.num_programs(0) + total - 1)

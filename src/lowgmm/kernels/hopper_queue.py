@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from lowgmm.kernels.hopper import LANES, among, count, place, seek
+from lowgmm.kernels.hopper import LANES, among, count, place, post, seek
 from lowgmm.kernels.hopper_direct import tiles_of, write_zeros
 from lowgmm.kernels.hopper_tasks import DOWN, REQUANTISE, UP
 
@@ -21,8 +21,6 @@ def hand_out(
     ``tile`` counts from the kind's first task; ``passed`` is how many all kinds before have. With DIRECT each slot is a
     row, and a row block.
     """
-    rows, ends, columns, experts, kinds, blocks = box
-    one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     base, first, chunks = tile * 0, tile * 0, tile * 0
     groups = E
     if DIRECT:
@@ -45,12 +43,7 @@ def hand_out(
             expert = group
         at = done % BOXES
         mbarrier.wait(read.index(at), ((done // BOXES) & 1) ^ 1)
-        rows.index(at).store(one * row)
-        ends.index(at).store(one * end)
-        columns.index(at).store(one * column)
-        experts.index(at).store(one * expert)
-        kinds.index(at).store(one * KIND)
-        blocks.index(at).store(one * block)
+        post(box, at, (row, end, column, expert, KIND, block))
         mbarrier.arrive(posted.index(at))
         if DIRECT and KIND == DOWN:  # whoever waits for h leaves the next tile to a program that has none
             chunks += chunks_of_h
@@ -86,9 +79,8 @@ def schedule(
         ids, offsets, ticket, box, posted, read, given, R, E, tiles2, chunks_of_h, tile, done, passed,
         BM, BM, DOWN, BOXES, DIRECT,
     )  # fmt: skip
-    one = gl.full([1], 1, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     mbarrier.wait(read.index(done % BOXES), ((done // BOXES) & 1) ^ 1)
-    box[0].index(done % BOXES).store(one * -1)
+    post(box, done % BOXES, (-1,))
     mbarrier.arrive(posted.index(done % BOXES))
     if DIRECT:  # everyone draws one ticket too many; who draws the last leaves the counter as it was found
         gl.store(ticket, 0, mask=tile == gl.num_programs(0) - 1)
