@@ -66,7 +66,7 @@ def run_case(case: GmmCase, formats: list[str], machine: roofline.Machine, secon
     for f in formats:
         t, load, problem = taken[f], loads[f], problem_of(case, f)
         config = pick(problem, describe(CUDA))
-        moved, read = roofline.traffic(load).total, taken[f"read {f}"].median_s
+        moved, read = roofline.traffic(load).total, taken[f"read {f}"]
         line = {"case": case.name, "format": f, "E": case.E, "M": case.M, "N": case.N, "K": case.K}
         line |= {"config": str(config), **median_us(t)}
         line |= {"tb_per_s": moved / t.median_s / 1e12, "tflops": roofline.flops(load) / t.median_s / 1e12}
@@ -76,7 +76,7 @@ def run_case(case: GmmCase, formats: list[str], machine: roofline.Machine, secon
             "of_floor": roofline.share_of_roof(load, machine, t.median_s),
         }
         line |= {"predicted_us": predict(problem, config, describe(CUDA), case.sizes) * 1e6}
-        line |= {"read_us": read * 1e6, "of_read": read / t.median_s}
+        line |= {"read_us": read.median_s * 1e6, "of_read": timing.paired(read.samples, t.samples).median}
         if f in compute:
             rate = 2.0 * DENSE**3 / taken[f"dense {f}"].median_s
             line |= {"dense_tflops": rate / 1e12, "of_dense": line["tflops"] * 1e12 / rate}
