@@ -52,10 +52,19 @@ def device() -> torch.device:
     return torch.device("cuda" if HAS_CUDA else "cpu")
 
 
+SEED = 20_240_607
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Every test draws the same numbers, alone or among others, on any machine."""
+    torch.manual_seed(SEED)
+
+
 @pytest.fixture
 def generator() -> torch.Generator:
-    """A CPU generator with a fixed seed: every test draws the same numbers, alone or among others, on any machine."""
-    return torch.Generator().manual_seed(20_240_607)
+    """A CPU generator with that seed, for tests that draw from one of their own."""
+    return torch.Generator().manual_seed(SEED)
 
 
 @pytest.fixture(params=["native", "onednn"])

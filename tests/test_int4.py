@@ -146,9 +146,9 @@ def test_layer(name: str, activation: str, T: int, H: int, I: int) -> None:
         for w in (plain, packed):
             y = lowgmm.moe_ffn(x, *w, ids, weights, activation=activation, **biases)
             assert y.dtype == dtype
-            errors.append((y.double() - exact).norm() / exact.norm())
-        assert errors[1] <= 1.1 * errors[0] + 1e-3
-        assert errors[0] < 0.03
+            errors.append((y.double() - exact).norm())
+        assert errors[1] <= 1.1 * errors[0] + 1e-3 * exact.norm()
+        assert errors[0] <= 0.03 * exact.norm()  # both zero if no slot has an expert
 
 
 @formats
