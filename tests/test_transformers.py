@@ -240,7 +240,9 @@ def test_gelu_experts():
     x, ids, weights = torch.randn(3, 4), torch.tensor([[0], [1], [0]]), torch.ones(3, 1)
     q13, q2 = quantize(layer.gate_up_proj.detach(), "int8"), quantize(layer.down_proj.detach(), "int8")
     expected = moe_ffn(x, q13, q2, ids, weights, activation="gelu")
-    assert torch.allclose(ALL_EXPERTS_FUNCTIONS["lowgmm_int8"](layer, x, ids, weights), expected)
+    found = ALL_EXPERTS_FUNCTIONS["lowgmm_int8"](layer, x, ids, weights)
+    # gelu of a large negative gate is a difference of nearly equal numbers, which two ways of computing it round apart.
+    assert torch.allclose(found, expected, atol=1e-6 * float(expected.abs().max()))
 
 
 def test_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):

@@ -31,12 +31,12 @@ FN __m512i dot_at(__m512i acc, __m512i w, const int8_t *x)
 
 /* What to fetch at each step, into L2. Few rows: at the end of a block the next one's start, so that none begins by waiting for
  * memory; the stream itself is the processor's to fetch, and fetching it here too is slower. Many rows: the next block, all of it;
- * four tiles fetch the four cache lines of each step, and four more an expert's rows; two or three tiles fetch two lines each, or
- * what is left would be waited for in every step.
+ * four tiles fetch the four cache lines of each step, and four more an expert's rows; two or three tiles, also of few rows, fetch
+ * two lines each, or what is left would be waited for in every step.
  *
  * The sums stay in one function, under constant indices: handed to another one, GCC keeps a copy in memory. */
 #define FETCH()                                                                                                                \
-    if (rows <= FEW) {                                                                                                         \
+    if (rows <= FEW && !also) {                                                                                                \
         if (step >= turn)                                                                                                      \
             for (int c = 0; c < COLUMNS; ++c) _mm_prefetch((const char *)t->next + (step - turn) * STEP + 64 * c, _MM_HINT_T1);\
     } else {                                                                                                                   \
