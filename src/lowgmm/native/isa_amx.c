@@ -84,7 +84,7 @@ TARGET static void tile8(const struct tile *t, int rows)
     for (int64_t step = 0; step < t->steps; step += DEPTH) {
         const uint8_t *w = t->w + step * STEP;
         for (int r = 0; r < rows; ++r) memcpy(x[r], t->x[r] + 4 * step, 64);
-        for (int i = 0; i < DEPTH; ++i) _mm_prefetch((const char *)t->fetch + (step + i) * STEP, _MM_HINT_T1);
+        for (int i = 0; i < DEPTH; ++i) _mm_prefetch((const char *)t->fetch[0] + (step + i) * STEP, _MM_HINT_T1);
         load(4, x, 64);
         load(5, w, STEP);
         multiply(0, 4, 5);
