@@ -118,7 +118,9 @@ def test_every_slot_waits_for_what_is_loaded_into_it() -> None:
     for bm, bn, bk, size in found:
         high, wide = hopper_read.box_of(bm, bn, size)
         assert wide * size == 128, "a row of a box is one line of the swizzle"
-        x = SimpleNamespace(block_type=SimpleNamespace(shape=[high, wide]))
+        x = SimpleNamespace(
+            block_type=SimpleNamespace(shape=[high, wide]), dtype=SimpleNamespace(primitive_bitwidth=8 * size)
+        )
         xs = SimpleNamespace(shape=[3, bm, bk], index=lambda slot, bm=bm, bk=bk: Part(range(bm), range(bk)))
         for rows in range(1, bm + 1):
             row, k, weights = 1000, 4 * bk, bn * bk * size
@@ -133,7 +135,7 @@ def test_every_slot_waits_for_what_is_loaded_into_it() -> None:
                     to.append((part, at)) if pred else None
                 )
             )
-            plain(hopper_read.expect, mbarrier=barrier)(slot, 1, boxes, high * bk * size, weights, bm // high)
+            plain(hopper_read.expect, mbarrier=barrier)(x, xs, slot, 1, boxes, bn)
             plain(hopper_read.load_rows, tma=load)(x, xs, slot, 1, row, k, boxes)
             assert expected == [weights + len(loaded) * high * wide * size]
             cells = set()

@@ -146,8 +146,6 @@ def produce(
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
     rows, ends, columns, experts, _sx = box
-    ROWS: gl.constexpr = x.block_type.shape[0]
-    SIZE: gl.constexpr = x.dtype.primitive_bitwidth // 8
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
@@ -158,7 +156,7 @@ def produce(
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            expect(full, slot, boxes, ROWS * BK * SIZE, BN * BK * SIZE, BM // ROWS)
+            expect(x, xs, full, slot, boxes, BN)
             for i in gl.static_range(BN // 64):
                 load_block(w, channel + 64 * i, k, ws0, ws1, full, slot, i, BN)
             load_rows(x, xs, full, slot, row, k, boxes)

@@ -64,11 +64,7 @@ def produce(
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tasks."""
     rows, ends, columns, experts, kinds, blocks = box
-    HIGH: gl.constexpr = x.block_type.shape[0]
-    SIZE: gl.constexpr = x.dtype.primitive_bitwidth // 8
-    X_BYTES: gl.constexpr = HIGH * BK * SIZE
-    W_BYTES: gl.constexpr = BN * BK * SIZE
-    MOST: gl.constexpr = BM // HIGH
+    W_BYTES: gl.constexpr = BN * BK * (x.dtype.primitive_bitwidth // 8)
     step, done = 0, 0
     mbarrier.wait(posted.index(0), 0)
     row = number(rows, 0)
@@ -83,7 +79,7 @@ def produce(
             for k in range(0, H, BK):
                 slot = step % STAGES
                 mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
+                expect(x, xs, full, slot, boxes, BN)
                 load_gate_up(w_gate, w_up, channel, k, ws0, ws1, full, slot, GATED, BN)
                 if DIRECT:
                     mbarrier.wait(given.index(2), 0)
@@ -107,7 +103,7 @@ def produce(
             for i in range(0, ahead):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
+                expect(x, xs, full, slot, boxes, BN)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
             if QUANTISED:
@@ -121,7 +117,7 @@ def produce(
             for i in range(ahead, steps):
                 slot = (step + i) % STAGES
                 mbarrier.wait(empty.index(slot), (((step + i) // STAGES) & 1) ^ 1)
-                expect(full, slot, boxes, X_BYTES, W_BYTES, MOST)
+                expect(x, xs, full, slot, boxes, BN)
                 for j in gl.static_range(BN // 64):
                     load_block(w2, channel + 64 * j, i * BK, ws0, ws1, full, slot, j, BN)
                 load_rows(h, xs, full, slot, row, i * BK, boxes)

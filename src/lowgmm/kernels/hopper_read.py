@@ -31,10 +31,12 @@ def boxes_of(x, row, end, BM: gl.constexpr):
 
 
 @gluon.jit
-def expect(full, slot, boxes, row_bytes: gl.constexpr, w_bytes: gl.constexpr, MOST: gl.constexpr):
-    """Say how many bytes a slot waits for: those of its weights, and of so many boxes of rows."""
-    for i in gl.static_range(MOST):
-        mbarrier.expect(full.index(slot), w_bytes + (i + 1) * row_bytes, pred=boxes == i + 1)
+def expect(x, xs, full, slot, boxes, BN: gl.constexpr):
+    """Say how many bytes a slot waits for: those of BN channels of weights, and of so many boxes of rows."""
+    ROWS: gl.constexpr = x.block_type.shape[0]
+    LINE: gl.constexpr = xs.shape[2] * (x.dtype.primitive_bitwidth // 8)
+    for i in gl.static_range(xs.shape[1] // ROWS):
+        mbarrier.expect(full.index(slot), (BN + (i + 1) * ROWS) * LINE, pred=boxes == i + 1)
 
 
 @gluon.jit

@@ -176,8 +176,11 @@ KEEP_BYTES = 64 << 20
 """More than this is given back after the call."""
 
 
-def _run(lib: Library, function: Any, args: _Gmm | _Layer) -> int:
-    """Call the compiled code with the scratch it needs, on torch's threads and without the GIL (ctypes releases it)."""
+def _run(lib: Library, function: Any, args: _Gmm | _Layer, out: Tensor) -> int:
+    """Fill ``out``: call the compiled code with the scratch it needs, on torch's threads and without the GIL (ctypes
+    releases it)."""
+    if out.nbytes >= MAPPED_BYTES:
+        advise_huge_pages(out)
     kept = _scratch
     args.scratch, args.scratch_bytes = kept.address, kept.size
     result: int = function(ctypes.byref(args), lib.index, lib.parallel, torch.get_num_threads())
@@ -305,9 +308,7 @@ def gmm(
         0, x.shape[0], x.stride(0), out.stride(0),
         KINDS[x.dtype], KINDS[out.dtype], offsets.element_size(), math.inf if clip is None else clip,
     )  # fmt: skip
-    if out.nbytes >= MAPPED_BYTES:
-        advise_huge_pages(out)
-    return _run(lib, lib.call.lowgmm_gmm, args) == 0
+    return _run(lib, lib.call.lowgmm_gmm, args, out) == 0
 
 
 class Layer:
@@ -330,8 +331,6 @@ class Layer:
         hidden = hidden if hidden.stride(1) == 1 else hidden.contiguous()
         ids, weights, dtype = topk_ids.contiguous(), topk_weights.float().contiguous(), hidden.dtype
         out = torch.empty(hidden.shape, dtype=dtype, device="cpu")
-        if out.nbytes >= MAPPED_BYTES:
-            advise_huge_pages(out)
         args = _Layer.from_buffer_copy(self._fixed)
         args.hidden, args.ids, args.topk_weights = hidden.data_ptr(), ids.data_ptr(), weights.data_ptr()
         args.out, args.hidden_stride, args.ids_bytes = out.data_ptr(), hidden.stride(0), ids.element_size()
@@ -339,5 +338,5 @@ class Layer:
         args.kind = args.between = KINDS[dtype]
         if dtype == torch.float16:
             args.between = KINDS[torch.float32]
-        _run(lib, lib.call.lowgmm_layer, args)
+        _run(lib, lib.call.lowgmm_layer, args, out)
         return out
