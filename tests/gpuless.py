@@ -67,7 +67,26 @@ def report(asm: dict[str, Any], shared: int) -> dict[str, int]:
             "wide_stores": r"st\.global\.v4",
         }.items()
     }
-    return {"shared": shared, "spills": len(re.findall(r"\b(?:LDL|STL)\b", sass)), **counts}
+    counts["spills"] = len(re.findall(r"\b(?:LDL|STL)\b", sass))
+    return {"shared": shared, "idle_barriers": idle_barriers(asm["ttgir"]), **counts}
+
+
+def idle_barriers(ttgir: str) -> int:
+    """Barriers in shared memory that are initialised and nothing else.
+
+    Triton gives the memory of what is not used any more to somebody else, and on an H200 such a barrier was found in it
+    again, in place of what had been written there since (decision 13).
+    """
+    names = [set(re.findall(r"%[\w.-]+", line.split(" loc(")[0])) for line in ttgir.splitlines()]
+    of: dict[str, str] = {}
+    for view, viewed in re.findall(r"(%[\w-]+) = ttg\.memdesc_index (%[\w-]+)\[", ttgir):
+        of[view] = of.get(viewed, viewed)
+    initialised = {of.get(b, b) for b in re.findall(r"ttng\.init_barrier (%[\w-]+)", ttgir)}
+    used = set()
+    for line, mentioned in zip(ttgir.splitlines(), names, strict=True):
+        if not re.search(r"= ttg\.(local_alloc|memdesc_index) |ttng\.init_barrier ", line):
+            used |= {of.get(name, name) for name in mentioned}
+    return len(initialised - used)
 
 
 def gpu_of(target: GPUTarget) -> Gpu:

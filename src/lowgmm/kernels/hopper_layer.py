@@ -398,11 +398,15 @@ def hopper_layer_kernel(
     for i in gl.static_range(BOXES):
         mbarrier.init(posted.index(i), count=1)
         mbarrier.init(read.index(i), count=3)
-    mbarrier.init(passed.index(0), count=1)
-    mbarrier.init(taken.index(0), count=1)
-    mbarrier.init(given.index(0), count=2)
-    mbarrier.init(given.index(1), count=2)
-    mbarrier.init(given.index(2), count=1)
+    # Only those that are waited for: the memory of one that nobody uses is given to somebody else, and a barrier may
+    # still be written back to it (decision 13).
+    if WRITERS == 1:
+        mbarrier.init(passed.index(0), count=1)
+        mbarrier.init(taken.index(0), count=1)
+    if DIRECT:
+        mbarrier.init(given.index(0), count=2)
+        mbarrier.init(given.index(1), count=2)
+        mbarrier.init(given.index(2), count=1)
     fence_async_shared()
     gdc_wait()
     gdc_launch_dependents()
