@@ -11,6 +11,7 @@ import lowgmm
 from lowgmm.gpu import describe
 from lowgmm.testing import Operands, check_gmm, make_operands
 from lowgmm.tune import Problem, TileConfig, supports
+from overlap import hold
 
 pytestmark = pytest.mark.gpu
 
@@ -102,8 +103,8 @@ def test_graphs_and_streams_side_by_side() -> None:
             outputs.append(call(o))
         graphs.append(graph)
     streams = [torch.cuda.Stream() for _ in range(4)]
-    torch.cuda.synchronize()
     for _ in range(50):
+        hold(streams)
         for stream, graph in zip(streams[:2], graphs, strict=True):
             with torch.cuda.stream(stream):
                 graph.replay()

@@ -13,6 +13,7 @@ from torch import Tensor
 import lowgmm
 from lowgmm import relaunch, replay
 from lowgmm.testing import make_operands
+from overlap import hold
 
 pytestmark = pytest.mark.gpu
 Call = Callable[[], Tensor]
@@ -81,8 +82,8 @@ def test_replays_give_the_same_bits(make: Callable[[], Call], monkeypatch: pytes
 def test_replays_on_two_streams_at_once(make: Callable[[], Call]) -> None:
     calls = [make() for _ in range(2)]
     expected = [in_full(call) for call in calls]
-    torch.cuda.synchronize()
     streams, found = [torch.cuda.Stream() for _ in calls], []
+    hold(streams, products=4)
     for _ in range(100):
         for stream, call in zip(streams, calls, strict=True):
             with torch.cuda.stream(stream):
