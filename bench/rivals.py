@@ -26,9 +26,9 @@ from lowgmm.workloads import GMM_CASES
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "rivals.md"
 README = Path(__file__).parent.parent / "README.md"
-FILES = {"rivals_h200.jsonl": True, "rivals_8bit_h200.jsonl": False}
-"""Grouped matmuls in the document, and whether bf16 rivals were among them."""
-LAYERS = ("rivals_layer_8bit_h200.jsonl", "rivals_layer_later_h200.jsonl", "rivals_layer_h200.jsonl")
+PRODUCTS = "rivals_h200.jsonl"
+"""Grouped matmuls in the document."""
+LAYERS = ("rivals_layer_8bit_h200.jsonl", "rivals_layer_h200.jsonl")
 """Expert layers in the document (bench/rivals_layer.py); the README's are the first."""
 EIGHT_BIT = ("int8", "fp8", "fp8blk", "dg")
 """What the harness calls operands of 8 bits: per channel, in blocks of 128, and DeepGEMM's."""
@@ -86,13 +86,13 @@ COLUMNS = ((("int8", "fp8"), EIGHT_BIT), (("bf16",), ("bf16",)))
 """Ours, and the rivals that they are held against."""
 
 
-def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]], with_bf16: bool) -> str:
+def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """A run's table, and its means."""
     out = [
         f"{provenance(name, head)}µs sustained; × is the rival's time by ours, sustained / burst.",
         "",
-        "| case | fastest 8-bit rival | INT8 | FP8 |" + (" fastest bf16 rival | bf16 |" if with_bf16 else ""),
-        "|---|---|---|---|" + ("---|---|" if with_bf16 else ""),
+        "| case | fastest 8-bit rival | INT8 | FP8 | fastest bf16 rival | bf16 |",
+        "|---|---|---|---|---|---|",
     ]
     ratios: dict[str, list[float]] = {}
     for case in (c for c in GMM_CASES if any(ln["case"] == c for ln in lines)):
@@ -100,7 +100,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]], wit
         ours = {ln["format"]: ln for ln in of_case if ln["rival"].startswith(OURS)}
         rivals = [ln for ln in of_case if not ln["rival"].startswith(OURS)]
         cells = [case]
-        for formats, theirs in COLUMNS if with_bf16 else COLUMNS[:1]:
+        for formats, theirs in COLUMNS:
             of_type = [ln for ln in rivals if ln["format"] in theirs]
             best = min(of_type, key=lambda ln: ln["us"])
             burst = min(ln["us_burst"] for ln in of_type)
@@ -117,6 +117,52 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]], wit
     out += ["", "| ours, against the fastest rival of each case | geometric mean | least |", "|---|---|---|"]
     out += [f"| {key} | {geomean(v):.3f}× | {min(v):.3f}× |" for key, v in ratios.items()]
     return "\n".join(out)
+
+
+README_ROWS = {
+    "DeepSeek-V3 gate/up, 32 experts, 4 tokens each": "deepseek-v3-gate-up-4",
+    "… 32 tokens each": "deepseek-v3-gate-up-32",
+    "… 256 tokens each": "deepseek-v3-gate-up-256",
+    "… 1024 tokens each": "deepseek-v3-gate-up-1024",
+    "Qwen3-30B down, 128 experts, 64 tokens each": "qwen3-down-64",
+    "Qwen3-30B gate/up, 512 tokens each": "qwen3-gate-up-512",
+    "Mixtral gate/up, 8 experts, 2048 tokens each": "mixtral-prefill",
+    "GPT-OSS-120B gate/up (N=5760, K=2880), 16 tokens each": "gpt-oss-16",
+}
+"""Rows of the README's table."""
+WORDS = {
+    "vllm triton best6": "vLLM Triton, tuned",
+    "vllm triton": "vLLM Triton",
+    "vllm cutlass": "vLLM CUTLASS",
+    "deepgemm": "DeepGEMM",
+    "loop cutlass_scaled_mm int8": "loop of CUTLASS INT8",
+    "loop mm": "loop of matmuls",
+    "F.grouped_mm": "`grouped_mm`",
+}
+"""What the README calls a rival, by how its name begins; the first that fits."""
+
+
+def headline(lines: Sequence[dict[str, Any]]) -> str:
+    """The README's part: a sentence on each format, and a few cases."""
+    ratios: dict[str, list[float]] = {"int8": [], "fp8": []}
+    cells: dict[str, list[str]] = {}
+    for case in dict.fromkeys(ln["case"] for ln in lines):
+        of_case = [ln for ln in lines if ln["case"] == case]
+        cells[case] = []
+        for formats, theirs in COLUMNS:
+            others = (ln for ln in of_case if ln["format"] in theirs and not ln["rival"].startswith(OURS))
+            best = min(others, key=lambda ln: ln["us"])
+            for format in formats:
+                us = next(ln["us"] for ln in of_case if ln["rival"] == f"{OURS}_{format}")
+                cells[case].append(f"{us:.0f}")
+                if format in ratios:
+                    ratios[format].append(best["us"] / us)
+            name = next(word for start, word in WORDS.items() if best["rival"].startswith(start))
+            cells[case].append(f"{best['us']:.0f} {name}")
+    said = [rivals_layer.said_of(format, found, "cases") for format, found in ratios.items()]
+    head = ["µs", "INT8", "FP8", "fastest 8-bit rival", "bf16", "fastest bf16 rival"]
+    rows = [[label, *cells[case]] for label, case in README_ROWS.items()]
+    return "\n\n".join(["\n".join(said), rivals_layer.table(head, *rows)])
 
 
 def main() -> None:
@@ -143,15 +189,14 @@ def main() -> None:
 def documents(folder: Path) -> dict[Path, str]:
     """The texts of docs/rivals.md and the README, with their tables from the files in ``folder``."""
     text = DOCUMENT.read_text(encoding="utf-8")
-    for name, with_bf16 in FILES.items():
-        part = render(name, *read_lines(folder / name), with_bf16)
-        text = rendered(text, part, f"rivals.py from {name}")
+    text = rendered(text, render(PRODUCTS, *read_lines(folder / PRODUCTS)), f"rivals.py from {PRODUCTS}")
     for name in LAYERS:
         head, lines = read_lines(folder / name)
         part = f"{provenance(name, head)}µs; × is the rival's time by ours.\n\n{rivals_layer.render(lines)}"
         text = rendered(text, part, f"rivals.py from {name}")
-    part = rivals_layer.headline(read_lines(folder / LAYERS[0])[1])
-    readme = rendered(README.read_text(encoding="utf-8"), part, f"rivals.py from {LAYERS[0]}")
+    readme = README.read_text(encoding="utf-8")
+    for name, part_of in ((PRODUCTS, headline), (LAYERS[0], rivals_layer.headline)):
+        readme = rendered(readme, part_of(read_lines(folder / name)[1]), f"rivals.py from {name}")
     return {DOCUMENT: text, README: readme}
 
 

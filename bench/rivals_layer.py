@@ -176,7 +176,7 @@ README_ROWS = {
 def headline(lines: Sequence[Line]) -> str:
     """The README's part: a sentence on each format, and a few points."""
     points = points_of(lines)
-    said = [said_of(format, [p.ratio(format) for p in points]) for format in OWN[:2]]
+    said = [said_of(format, [p.ratio(format) for p in points], "points") for format in OWN[:2]]
     uniform = {(p.model, p.T): p for p in points if p.routing == ROUTINGS[0]}
     rows = []
     for label, keys in README_ROWS.items():
@@ -187,10 +187,10 @@ def headline(lines: Sequence[Line]) -> str:
     return "\n\n".join(["\n".join(said), table(["µs, uniform routing", "INT8", "FP8", "fastest 8-bit rival"], *rows)])
 
 
-def said_of(format: str, found: Sequence[float]) -> str:
+def said_of(format: str, found: Sequence[float], what: str) -> str:
     ahead, behind = sum(r > 1 for r in found), sum(r < EVEN for r in found)
     return (
-        f"- {format.upper()} is ahead of the fastest 8-bit rival at {ahead} of {len(found)} points, behind by more "
+        f"- {format.upper()} is ahead of the fastest 8-bit rival at {ahead} of {len(found)} {what}, behind by more "
         f"than 1 % at {behind}: least {min(found):.3f}×, geometric mean {geomean(found):.3f}×."
     )
 

@@ -90,7 +90,6 @@ def test_shipped_results_compare_with_themselves():
     for name in (
         "sweep_h200",
         "rivals_h200",
-        "rivals_8bit_h200",
         "rivals_layer_8bit_h200",
         "rivals_layer_h200",
         "layer_h200",
@@ -111,11 +110,10 @@ def test_the_documents_of_rivals_say_what_the_files_say():
     assert set(texts) == {rivals.DOCUMENT, rivals.README}
     for path, text in texts.items():
         assert path.read_text(encoding="utf-8") == text, "run python bench/rivals.py --render …"
-    for name, with_bf16 in rivals.FILES.items():
-        head, lines = common.read_lines(results / name)
-        slower = [{**ln, "us": ln["us"] * 2} if ln["rival"].startswith(rivals.OURS) else ln for ln in lines]
-        part = rivals.render(name, head, lines, with_bf16)
-        assert part != rivals.render(name, head, slower, with_bf16)
+    name = rivals.PRODUCTS
+    head, lines = common.read_lines(results / name)
+    slower = [{**ln, "us": ln["us"] * 2} if ln["rival"].startswith(rivals.OURS) else ln for ln in lines]
+    assert rivals.render(name, head, lines) != rivals.render(name, head, slower)
 
 
 def test_results_of_other_cases_are_refused():
@@ -196,11 +194,10 @@ def test_a_layer_whose_many_rows_multiply_longer_than_they_read_has_the_floor_of
 @layers
 def test_targets_are_said_to_be_reached_only_where_they_are(name: str):
     _, lines = common.read_lines(BENCH / "results" / name)
-    targets = 7 if "later" in name else 9  # that run lacks the points of two
-    for factor, reached in ((1e-3, targets), (1e3, 0)):
+    for factor, reached in ((1e-3, 9), (1e3, 0)):
         times = [{**ln, "us": ln["us"] * (factor if ln["rival"].startswith(rivals.OURS) else 1)} for ln in lines]
         found = list(rivals_layer.aims(rivals_layer.points_of(times), "int8"))
-        assert (len(found), sum(ok for _, ok in found)) == (targets, reached)
+        assert (len(found), sum(ok for _, ok in found)) == (9, reached)
 
 
 @layers
@@ -223,7 +220,7 @@ def test_a_slower_layer_or_faster_rival_changes_the_readme():
 
 
 def test_ahead_and_behind_are_counted():
-    said = rivals_layer.said_of("int8", [2.0, 1.0, 0.995, 0.5])
+    said = rivals_layer.said_of("int8", [2.0, 1.0, 0.995, 0.5], "points")
     assert "at 1 of 4 points, behind by more than 1 % at 1: least 0.500×, geometric mean 0.999×" in said
 
 
