@@ -216,7 +216,7 @@ def test_too_little_text(checkpoint: Path, capsys):
 def test_missing_transformers_is_explained(checkpoint: Path, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)
     assert run_demo(checkpoint) == 2
-    assert 'pip install "lowgmm[demo]"' in capsys.readouterr().err
+    assert 'pip install "transformers>=5.17"' in capsys.readouterr().err
 
 
 def test_explain(capsys):

@@ -39,12 +39,23 @@ def test_router_gap_is_the_same_from_logits_and_from_probabilities():
     assert evaluate.router_gap(logits, 4).isinf().all()
 
 
+class Dispatched(torch.nn.Module):
+    """What transformers leaves in experts that it runs by an implementation's name."""
+
+    config = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_concatenated = True
+
+
 class ByHand(torch.nn.Module):
     """A 'model' that returns prepared logits and router logits for each implementation."""
 
     def __init__(self, outputs: dict[str, tuple[Tensor, Tensor]], top_k: int = 1) -> None:
         super().__init__()
         self.outputs = outputs
+        self.experts = torch.nn.ModuleList(Dispatched() for _ in next(iter(outputs.values()))[1])
         self.config = type("Config", (), {"num_experts_per_tok": top_k, "_experts_implementation": "before"})()
 
     def set_experts_implementation(self, name: str) -> None:
@@ -196,3 +207,11 @@ def test_models_that_cannot_be_audited_are_refused():
     dense.config.n_group, dense.config.num_experts_per_tok = None, None
     with pytest.raises(UnsupportedError, match="num_experts_per_tok is None"):
         evaluate.audit(dense, ids, [], reference="ref")
+
+
+def test_experts_that_ignore_the_implementation_are_no_proof():
+    router, logits = torch.tensor([[[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    model = ByHand({"ref": (logits, router), "other": (logits, router)})
+    model.experts = torch.nn.ModuleList()
+    with pytest.raises(UnsupportedError, match="ByHand has 1 mixture-of-experts layers, but .* of 0 of them"):
+        evaluate.audit(model, torch.tensor([[0, 1]]), ["other"], reference="ref")

@@ -10,6 +10,7 @@ import torch
 
 import lowgmm
 from lowgmm.formats import QuantTensor
+from lowgmm.shapes import UnsupportedError
 
 E, H, I = 4, 32, 24
 
@@ -87,3 +88,34 @@ def test_moves_between_devices(format: str | None) -> None:
     a.cpu()
     assert all(torch.equal(t.view(torch.uint8), state[name].view(torch.uint8)) for name, t in a.state_dict().items())
     assert torch.equal(run(a), before)
+
+
+@pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16])
+def test_weights_changed_in_place_are_used(bias: torch.dtype) -> None:
+    """As loaders do, which copy into the tensors of a module. A second call of a kind takes a shorter way."""
+    biases = {"bias_w13": torch.randn(4, 32).to(bias), "bias_w2": torch.randn(4, 16)}
+    layer = lowgmm.MoEExperts.from_dense(torch.randn(4, 32, 16), torch.randn(4, 16, 16), "int8", **biases)
+    call = (torch.randn(3, 16), torch.tensor([[0, 1], [2, 3], [1, 1]]), torch.full((3, 2), 0.5))
+    before = [layer(*call) for _ in range(2)]
+    assert torch.equal(*before)
+    layer.bias_w13.zero_()
+    layer.w2.scales.mul_(2)
+    fresh = lowgmm.MoEExperts(layer.w13, layer.w2, bias_w13=layer.bias_w13, bias_w2=layer.bias_w2)
+    assert torch.equal(layer(*call), fresh(*call))
+    assert not torch.equal(layer(*call), before[0])
+
+
+def test_options_that_no_call_could_have_are_refused_when_the_layer_is_built() -> None:
+    with pytest.raises(UnsupportedError, match="activation 'swiglu' is not one of silu"):
+        lowgmm.MoEExperts.from_dense(torch.randn(2, 32, 16), torch.randn(2, 16, 16), "int8", "swiglu")
+
+
+@pytest.mark.parametrize("quantised", [False, True])
+def test_gradients_are_refused_and_not_lost(quantised: bool) -> None:
+    w13, w2, x = torch.randn(2, 32, 16), torch.randn(2, 16, 16), torch.randn(3, 16, requires_grad=True)
+    layer = lowgmm.MoEExperts.from_dense(w13, w2, "int8" if quantised else None)
+    results = [layer(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)) for _ in range(3)]
+    results.append(lowgmm.gmm(x, w2, expert_sizes=torch.tensor([1, 2])))
+    for y in results:
+        with pytest.raises(UnsupportedError, match="lowgmm computes no gradients"):
+            y.sum().backward()

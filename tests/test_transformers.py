@@ -247,7 +247,7 @@ def test_gelu_experts():
 
 def test_missing_transformers_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(__import__("sys").modules, "transformers.integrations.moe", None)
-    with pytest.raises(integration.MissingDependencyError, match=r'pip install "lowgmm\[demo\]"'):
+    with pytest.raises(integration.MissingDependencyError, match='pip install "transformers'):
         integration.register()
 
 
@@ -257,3 +257,13 @@ def test_compiled_experts_give_the_same():
     function = ALL_EXPERTS_FUNCTIONS["lowgmm_int8"]
     compiled = torch.compile(lambda hidden: function(layer, hidden, *call), backend="eager")
     assert torch.equal(compiled(x), function(layer, x, *call))
+
+
+def test_models_whose_experts_are_not_dispatched_are_refused():
+    assert integration.check_model(tiny_model()) == 2
+    with pytest.raises(integration.UnsupportedExpertsError, match="has no experts that go through"):
+        integration.check_model(torch.nn.Linear(2, 2))
+    with pytest.raises(integration.UnsupportedExpertsError, match="GptOssExperts"):
+        integration.check_model(
+            tiny_model("gpt_oss", intermediate_size=WIDTH, num_local_experts=8, head_dim=16, sliding_window=16)
+        )

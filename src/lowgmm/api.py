@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from lowgmm import ops, ops_layer, replay
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.routing import Routing
-from lowgmm.shapes import ShapeError
+from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError
 from lowgmm.tune import TileConfig
 from lowgmm.validate import check_sizes
 
@@ -70,7 +72,7 @@ def gmm(
         UnsupportedError: an explicit request this machine cannot fulfil.
 
     On a GPU the contents of offsets and sizes are not read back; set ``LOWGMM_DEBUG=1`` to have them checked. Inference
-    only: no gradient is defined.
+    only: a backward pass through the result raises.
 
     >>> import torch, lowgmm
     >>> x, w = torch.randn(6, 64), torch.randn(3, 32, 64)
@@ -87,7 +89,7 @@ def gmm(
         operands, scales_w = weights.operands, weights.scales
     else:
         operands = [weights]
-    offsets = _offsets(expert_offsets, expert_sizes)
+    offsets = _offsets(expert_offsets, expert_sizes, operands[0])
     tile = None if config is None else str(config)
     if output is not None:
         if out_dtype is not None and out_dtype != output.dtype:
@@ -96,16 +98,46 @@ def gmm(
         return output
     if out_dtype is None:
         out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
-    return ops.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype, fast_accum)
+    y = ops.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype, fast_accum)
+    return _for_inference(y, "gmm") if y.requires_grad else y
 
 
-def _offsets(offsets: Tensor | None, sizes: Tensor | None) -> Tensor:
+class _NoGradient(torch.autograd.Function):
+    """The identity, through which no gradient passes: it would be lost without a word otherwise."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, op: str) -> Tensor:
+        ctx.op = op
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise UnsupportedError(
+            f"{ctx.op}: backward() reached its result, but lowgmm computes no gradients. Call it under "
+            "torch.no_grad(), or train with another implementation."
+        )
+
+
+def _for_inference(y: Tensor, op: str) -> Tensor:
+    if torch.compiler.is_compiling():
+        return y
+    result: Tensor = _NoGradient.apply(y, op)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _offsets(offsets: Tensor | None, sizes: Tensor | None, weights: Tensor) -> Tensor:
     """[E+1] offsets from whichever was given."""
+    for name, given in (("expert_offsets", offsets), ("expert_sizes", sizes)):
+        if given is not None and not isinstance(given, Tensor):
+            raise DtypeError(
+                f"gmm: argument '{name}' is a {type(given).__name__}, expected an int32 tensor on the input's device: "
+                "torch.tensor(…, dtype=torch.int32)."
+            )
     if sizes is None:
         if offsets is None:
             raise ShapeError("gmm: pass expert_offsets [E+1] or expert_sizes [E].")
     else:
-        check_sizes(sizes, offsets)
+        check_sizes(sizes, offsets, weights)
         if offsets is None:
             return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
     if offsets.is_cuda and offsets.dtype == torch.int64 and not replay.debugging():
@@ -272,7 +304,8 @@ def moe_ffn(
     (up, scales_w13), (down, scales_w2) = (
         (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
     )
-    return ops_layer.moe_ffn(
+    y = ops_layer.moe_ffn(
         hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
         activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
     )  # fmt: skip
+    return _for_inference(y, "moe_ffn") if y.requires_grad else y

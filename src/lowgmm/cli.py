@@ -33,7 +33,7 @@ Low-precision grouped matrix multiplication for mixture-of-experts inference.
 
   lowgmm demo                     a real MoE model in INT8 and FP8: accuracy against FP32, speed; exit 0 if it holds
   lowgmm explain --format int8    why one grouped matmul takes the time it takes, and what would make it faster
-  lowgmm tune --model olmoe-1b-7b measure tile configurations for a model on this GPU, and use the winners from then on
+  lowgmm tune --model olmoe-1b-7b measure tiles for gmm with a model's sizes on this GPU, to be used from then on
   lowgmm info                     versions, the GPU, and what multiplies on this CPU and why
 """
 
@@ -58,8 +58,9 @@ and what to change.
 
 TUNE = """\
 Measure tile configurations on this machine's GPU and store the winners. Each candidate is first checked against the
-fp64 oracle and then timed in turns with the others, on cold weights. From then on every process of yours uses the
-winners; without tuning, a measured table (on an H200) or a cost model chooses, which is usually within a few percent.
+fp64 oracle and then timed in turns with the others, on cold weights. From then on gmm uses the winners, in every
+process of yours (moe_ffn and MoEExperts choose their own tiles, by size); without tuning, a measured table (on an
+H200) or a cost model chooses, which is usually within a few percent.
 
 Sizes are tuned in buckets (rows per expert, rounded up to 2^n or 3*2^n), so new numbers of tokens need no tuning.
 Results are stored after each bucket, so the command can be interrupted. They hold for this GPU and these versions of
@@ -93,7 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return UNUSABLE
     try:
-        return {"demo": _demo, "explain": _explain, "tune": _tune, "info": _info}[args.command](args, parser)
+        code = {"demo": _demo, "explain": _explain, "tune": _tune, "info": _info}[args.command](args, args.parser)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads us, `head` say, has enough; what is still buffered must not raise again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return PASSED
     except (ShapeError, DtypeError, DeviceError, UnsupportedError, ImportError) as error:
         print(f"lowgmm {args.command}: error: {error}", file=sys.stderr)
         return UNUSABLE
@@ -151,7 +157,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", metavar="TILES", help="a tile configuration to judge, for example 64x128x128-swap-grid-4w3s"
     )
 
-    commands.add_parser("info", help="what runs here, and why", description=INFO, formatter_class=raw)
+    info = commands.add_parser("info", help="what runs here, and why", description=INFO, formatter_class=raw)
 
     tune = commands.add_parser("tune", help="measure configurations here", description=TUNE, formatter_class=raw)
     what = tune.add_argument_group("what to tune: a model, or one matmul")
@@ -166,6 +172,8 @@ def build_parser() -> argparse.ArgumentParser:
     tune.add_argument("--seconds", type=_positive_float, default=1.0, help="of measuring per bucket (1)")
     tune.add_argument("--limit", type=_positive_float, default=math.inf, help="seconds after which no bucket starts")
     tune.add_argument("--dry-run", action="store_true", help="list buckets, candidates and predicted times only")
+    for command in (demo, explain, info, tune):
+        command.set_defaults(parser=command)  # whose usage an error shows
     return parser
 
 
@@ -210,11 +218,15 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
     facts: gpu.Gpu | None = None
     if args.machine == "h200":
+        if args.device != "auto":
+            parser.error(f"--device {args.device}: --machine h200 takes recorded rates and measures no device")
         machine, facts = roofline.H200, gpu.H200
     else:
         device = _device(args.device, parser)
         machine = timing.measure_machine(device, tuple(dict.fromkeys((args.format, "bf16", "int8", "fp8"))))
         facts = gpu.describe(device) if device.type == "cuda" else None
+        if facts is None and args.config is not None:
+            parser.error("--config: a tile configuration is for a GPU; use --machine h200, or leave it out")
     text = roofline.explain(
         args.experts,
         args.n,

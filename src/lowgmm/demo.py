@@ -171,7 +171,7 @@ def load(options: Options) -> tuple[Any, Any, Path]:
         from transformers.utils import logging
     except ImportError as error:
         raise MissingDependencyError(
-            'the demo needs transformers; install it with: pip install "lowgmm[demo]"'
+            'the demo needs transformers; install it with: pip install "transformers>=5.17" tokenizers'
         ) from error
     if not sys.stderr.isatty():
         logging.disable_progress_bar()
@@ -249,7 +249,11 @@ def accuracy_text(audit: evaluate.Audit) -> str:
             f"{shares[2]:.3%}",
             f"{r.cosine_mean:.6f}",
         )
-        more = (f"{r.cosine_worst:.5f}", f"{r.top1_agreement:.2%}", f"{r.near_ties_among_mismatches:.1%}")
+        more = (
+            f"{r.cosine_worst:.5f}",
+            f"{r.top1_agreement:.2%}",
+            f"{r.near_ties_among_mismatches:.1%}" if r.mismatches else "–",
+        )
         cells.append((name, (*row, *more)))
     lines = [f"{name:<8}" + "".join(f" {c:>10}" for c in row) for name, row in cells]
     low, high = min(map(min, audit.load)), max(map(max, audit.load))

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from lowgmm import dequantize, gmm, quantize, quantize_tokens, route
 from lowgmm.formats import get_format
-from lowgmm.integrations.transformers import check_supported
+from lowgmm.integrations.transformers import check_supported, dispatched
 from lowgmm.shapes import ShapeError, UnsupportedError
 
 NEAR_TIE = 0.05
@@ -164,7 +164,8 @@ def audit(
         progress: called with the number of windows done, once per forward pass.
 
     Raises:
-        ShapeError: ``windows`` is not [W, L] with W >= 1, L >= 2. UnsupportedError: no router logits from this model.
+        ShapeError: ``windows`` is not [W, L] with W >= 1, L >= 2. UnsupportedError: no router logits from this model,
+            or experts that it runs itself, whatever the implementation's name.
     """
     if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
         raise ShapeError(f"audit: windows has shape {list(windows.shape)}, expected [W, L] with W >= 1 and L >= 2.")
@@ -193,6 +194,11 @@ def audit(
             if progress is not None:
                 progress(len(ids))
     assert load is not None
+    if (found := len(dispatched(model))) < load.shape[0]:
+        raise UnsupportedError(
+            f"audit: {type(model).__name__} has {load.shape[0]} mixture-of-experts layers, but transformers runs the "
+            f"experts of {found} of them by the name of an implementation: the others were not compared."
+        )
     tokens, layers = windows.numel(), load.shape[0]
     predicted = tokens - windows.shape[0]
     base = math.exp(sums[reference].nll / predicted)

@@ -13,6 +13,7 @@ from lowgmm.formats import INT8, QuantTensor, get_format
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops_layer import Shortcut
 from lowgmm.quant import quantize
+from lowgmm.validate import check_spec
 
 WEIGHTS = ("w13", "w2", "bias_w13", "bias_w2", "scales_h")
 """What a layer holds; the last three may be None."""
@@ -60,6 +61,7 @@ class MoEExperts(nn.Module):
         for name, w in zip(WEIGHTS, (w13, w2, bias_w13, bias_w2, scales_h), strict=True):
             setattr(self, name, _settle(w.detach() if isinstance(w, Tensor) else w))
         self.spec = LayerSpec(activation, **options)
+        check_spec(self.spec)
 
     @classmethod
     def from_dense(
@@ -73,12 +75,13 @@ class MoEExperts(nn.Module):
     def forward(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
             return self._moe_ffn(hidden, topk_ids, topk_weights)
-        if self._shortcut is None:
-            self._shortcut = self._find_shortcut()
-        y = self._shortcut(hidden, topk_ids, topk_weights)
+        shortcut = self._shortcut  # another thread may be giving us other weights
+        if shortcut is None:
+            shortcut = self._shortcut = self._find_shortcut()
+        y = shortcut(hidden, topk_ids, topk_weights)
         if y is None:
             y = self._moe_ffn(hidden, topk_ids, topk_weights)
-            self._shortcut.seen(hidden, topk_ids, topk_weights)
+            shortcut.seen(hidden, topk_ids, topk_weights)
         return y
 
     def _moe_ffn(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:

@@ -105,6 +105,10 @@ def _flat(w: Weights) -> Weights:
     return Weights(w.operands, scales, None if w.bias is None else w.bias.contiguous())
 
 
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
 class Shortcut:
     """``moe_ffn`` by a layer whose weights and options stay, for calls that it has :meth:`seen` pass every check.
 
@@ -119,7 +123,11 @@ class Shortcut:
         self._seen: set[Signature] = set()
         weights = (*w13.operands, w13.scales, w13.bias, *w2.operands, w2.scales, w2.bias)
         if cpu.runs_natively(w13, w2, spec) and not any(t is not None and t.requires_grad for t in weights):
-            self._call = native.Layer(_flat(w13), _flat(w2), spec)
+            layer = native.Layer(_flat(w13), _flat(w2), spec)
+            # Whoever writes into the module's scales or biases must find it in the result: no copies of them.
+            given = (w13.scales, w13.bias, w2.scales, w2.bias)
+            if [*map(_address, layer.kept)] == [*map(_address, given)]:
+                self._call = layer
 
     def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | None:
         if self._call is None or ops.signature(hidden, topk_ids, topk_weights) not in self._seen:

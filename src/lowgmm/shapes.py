@@ -98,7 +98,7 @@ def check_dtype(op: str, name: str, tensor: Tensor | None, accepted: Iterable[to
     """Raise :class:`DtypeError` unless ``tensor`` is None or has one of the ``accepted`` dtypes."""
     accepted = tuple(accepted)
     if tensor is not None and tensor.dtype not in accepted:
-        names = ", ".join(str(d).removeprefix("torch.") for d in accepted)
+        names = ", ".join(dict.fromkeys(str(d).removeprefix("torch.") for d in accepted))
         got = str(tensor.dtype).removeprefix("torch.")
         raise DtypeError(f"{op}: argument '{name}' is {got}, expected {names}.{' ' + hint if hint else ''}")
 

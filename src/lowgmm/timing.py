@@ -117,7 +117,7 @@ def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], obje
     try:
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
     except ImportError as error:
-        raise ImportError('the progress bar needs tqdm; install it with: pip install "lowgmm[demo]"') from error
+        raise ImportError("the progress bar needs tqdm; install it with: pip install tqdm") from error
     with tqdm(total=total, desc=title, leave=False, file=sys.stderr) as bar:
         yield bar.update
 

@@ -169,9 +169,10 @@ def check_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> None:
         raise ShapeError(f"quantize_tokens: argument 'clip' is {clip}, expected a positive threshold or None.")
 
 
-def check_sizes(sizes: Tensor, offsets: Tensor | None) -> None:
-    """expert_sizes, by itself and against expert_offsets; contents are compared where that costs no synchronisation."""
-    bind("gmm", expert_sizes=(sizes, "E"), expert_offsets=(offsets, "E+1"))
+def check_sizes(sizes: Tensor, offsets: Tensor | None, weights: Tensor) -> None:
+    """expert_sizes, against the weights and expert_offsets; contents are compared where that costs no
+    synchronisation."""
+    bind("gmm", weights=(weights, "E N K"), expert_sizes=(sizes, "E"), expert_offsets=(offsets, "E+1"))
     check_dtype("gmm", "expert_sizes", sizes, (torch.int32, torch.int64))
     if offsets is None:
         return
@@ -196,7 +197,7 @@ def check_moe(
     """Everything about a moe_ffn call that does not need the tensors' contents; returns the sizes T, H, A, E, I."""
     op = "moe_ffn"
     check_impl(op, impl)
-    _check_spec(spec)
+    check_spec(spec)
     rows = "E 2I" if spec.gated else "E I"
     up, down = (_check_operands(op, name, w.operands, impl) for name, w in (("w13", w13), ("w2", w2)))
     sizes = bind(
@@ -237,7 +238,8 @@ def check_moe(
     return sizes
 
 
-def _check_spec(spec: LayerSpec) -> None:
+def check_spec(spec: LayerSpec) -> None:
+    """A layer's options, by themselves."""
     choices = {
         "activation": (spec.activation, (*ACTIVATIONS, "swiglu_oai")),
         "gate_up": (spec.gate_up, LAYOUTS),

@@ -11,6 +11,9 @@
 | `lowgmm_int8` | INT8, one scale per output channel    | INT8, one scale per token    |
 | `lowgmm_fp8`  | FP8 e4m3, one scale per output channel | FP8 e4m3, one scale per token |
 
+``check_model(model)`` says whether all of a model's experts are ones that lowgmm runs: transformers ignores the name
+where a model's experts do not go through its experts interface (Llama-4's do not).
+
 Nothing else of the model changes. Weights are quantised at the first forward pass and kept until the module goes away
 or its weights change; the model's own tensors stay as they are. For inference: gradients do not pass through, and a
 model in training mode is refused. Needs transformers >= 5.17.
@@ -27,12 +30,13 @@ import torch
 from torch import Tensor, nn
 
 from lowgmm import MoEExperts, moe_ffn
+from lowgmm.shapes import UnsupportedError
 
 FORMATS: dict[str, str | None] = {"lowgmm": None, "lowgmm_int8": "int8", "lowgmm_fp8": "fp8"}
 """Registered name -> quantisation format (None: the weights as they are)."""
 
 
-class UnsupportedExpertsError(RuntimeError):
+class UnsupportedExpertsError(UnsupportedError):
     """An experts module whose layout or arithmetic lowgmm's layer does not compute."""
 
 
@@ -82,9 +86,33 @@ def _interface() -> Any:
     except ImportError as error:
         raise MissingDependencyError(
             "lowgmm.integrations.transformers needs transformers >= 5.17, which has the experts interface; "
-            'install it with: pip install "lowgmm[demo]"'
+            'install it with: pip install "transformers>=5.17"'
         ) from error
     return ALL_EXPERTS_FUNCTIONS
+
+
+def dispatched(model: nn.Module) -> list[nn.Module]:
+    """The experts modules of a model that transformers runs by the name of an experts implementation."""
+    # What its decorator leaves in every instance. The others run their own code, whatever the name.
+    return [m for m in model.modules() if "is_concatenated" in vars(m) and hasattr(m, "config")]
+
+
+def check_model(model: nn.Module) -> int:
+    """How many expert layers of a transformers model lowgmm runs once one of its names is set; at least one.
+
+    Raises:
+        UnsupportedExpertsError: the model has no experts that transformers dispatches by name, or some that lowgmm does
+            not compute.
+    """
+    modules = dispatched(model)
+    if not modules:
+        raise UnsupportedExpertsError(
+            f"lowgmm: {type(model).__name__} has no experts that go through transformers' experts interface, so an "
+            "experts implementation changes nothing in it. Build lowgmm.MoEExperts from its weights instead."
+        )
+    for module in modules:
+        check_supported(module)
+    return len(modules)
 
 
 def check_supported(module: nn.Module) -> str:

@@ -323,7 +323,9 @@ class Layer:
             activation=ACTIVATIONS[spec.activation], alpha=spec.slope,
             limit=math.inf if spec.bound is None else spec.bound, clip=math.inf if spec.clip is None else spec.clip,
         )  # fmt: skip
-        self._alive = (w13.operands, w2.operands, scales13, scales2, biases)
+        self._alive = (w13.operands, w2.operands)
+        self.kept = (scales13, biases[0], scales2, biases[1])
+        """The scales and biases that calls read: those given, or copies of another dtype or layout."""
 
     def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
         lib = library()

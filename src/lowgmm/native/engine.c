@@ -399,7 +399,8 @@ static int64_t expert_of(const struct layer *a, int64_t slot, int64_t E)
     return e >= 0 && e < E ? e : -1;
 }
 
-/* A stable counting sort of the slots by expert, as routing.py defines it, cut into chunks. */
+/* A stable counting sort of the slots by expert, as routing.py defines it, cut into chunks. The ids are the caller's
+   memory, which another thread may change meanwhile: they are read once. */
 static void sort_slots(struct layer_job *j)
 {
     const struct layer *a = j->a;
@@ -407,7 +408,7 @@ static void sort_slots(struct layer_job *j)
     int64_t *start = j->expert_start;
     memset(start, 0, (size_t)(j->E + 1) * 8);
     for (int64_t s = 0; s < slots; ++s) {
-        int64_t e = expert_of(a, s, j->E);
+        int64_t e = j->position[s] = expert_of(a, s, j->E);
         if (e >= 0) ++start[e + 1];
     }
     for (int64_t e = 0; e < j->E; ++e) {
@@ -417,8 +418,8 @@ static void sort_slots(struct layer_job *j)
     }
     j->R = start[j->E];
     for (int64_t s = 0; s < slots; ++s) {
-        int64_t e = expert_of(a, s, j->E);
-        j->position[s] = e < 0 ? -1 : start[e]++;
+        int64_t e = j->position[s];
+        if (e >= 0) j->position[s] = start[e]++;
         if (e >= 0) j->token[j->position[s]] = s / a->A;
     }
 }
