@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CUDA, Lines, Loaded, median_us, read_lines, rendered, require_gpu
+from common import CUDA, Lines, Loaded, median_us, read_lines, rendered, require_gpu, short
 from torch import Tensor
 
 import lowgmm
@@ -68,7 +68,7 @@ def measure(args: argparse.Namespace) -> None:
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     env = head["environment"]
     out = [
-        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:12]}, "
+        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {short(env['commit'])}, "
         f"`bench/results/{name}`.",
         "",
         "| case | K | error promoted | error fast | worst element promoted | worst fast | µs promoted | µs fast |",

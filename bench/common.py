@@ -175,6 +175,11 @@ def median_us(t: timing.Timing) -> dict[str, Any]:
     return {"us": t.median_s * 1e6, "p20": t.p20_s * 1e6, "p80": t.p80_s * 1e6, "rounds": t.rounds, "method": t.method}
 
 
+def short(commit: str) -> str:
+    """The first digits of a commit, and the mark that the checkout had changes."""
+    return commit[:12] + commit[40:]
+
+
 def rendered(text: str, part: str, script: str) -> str:
     """A document with ``part`` between the two marks of what ``script`` renders."""
     start, end = (f"<!-- rendered by bench/{script}: {word} -->" for word in ("start", "end"))

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import read_lines, read_rival, rendered, write_lines
+from common import read_lines, read_rival, rendered, short, write_lines
 from torch import Tensor
 
 import lowgmm
@@ -104,7 +104,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     """The README's table."""
     env = head["environment"]
     out = [
-        f"{env['cpu']}, {env['threads']} threads, torch {env['torch']}, commit {env['commit'][:12]}, "
+        f"{env['cpu']}, {env['threads']} threads, torch {env['torch']}, commit {short(env['commit'])}, "
         f"`bench/results/{name}`.",
         "",
         "| N = K | tokens per expert | µs per expert | × bf16 loop | × fp32 loop | of a plain read of the weights |",

@@ -34,6 +34,7 @@ from common import (
     rendered,
     require_gpu,
     share,
+    short,
 )
 from plot import gmm_report
 
@@ -89,7 +90,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     env, rates = head["environment"], head["dense_rates"]
     dense = ", ".join(f"{format} {rate / 1e15:.2f} PFLOP/s" for format, rate in rates.items())
     out = [
-        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env['commit'][:12]}, "
+        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {short(env['commit'])}, "
         f"`bench/results/{name}`; read {head['read_bandwidth'] / 1e12:.2f} TB/s, torch's dense matmul {dense}.",
         "",
         "| case | format | µs | bound by | TB/s | TFLOP/s | of a plain read | of torch's dense matmul |",

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import rivals_layer
-from common import geomean, read_lines, rendered, write_lines
+from common import geomean, read_lines, rendered, short, write_lines
 from rivals_layer import OURS
 
 from lowgmm.workloads import GMM_CASES
@@ -77,7 +77,7 @@ def provenance(name: str, head: dict[str, Any]) -> str:
     env, versions = head["environment"], head["rivals"]
     return (
         f"{env['device_name']}, torch {versions['torch']}, Triton {versions['triton']}, vLLM {versions['vllm']}, "
-        f"DeepGEMM {versions['deep_gemm']}, commit {env['commit'][:12]}, "
+        f"DeepGEMM {versions['deep_gemm']}, commit {short(env['commit'])}, "
         f"`bench/results/{name}`. "
     )
 

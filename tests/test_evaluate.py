@@ -213,5 +213,5 @@ def test_experts_that_ignore_the_implementation_are_no_proof():
     router, logits = torch.tensor([[[1.0, 0.0, 0.0], [3.0, 0.0, 0.0]]]), torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     model = ByHand({"ref": (logits, router), "other": (logits, router)})
     model.experts = torch.nn.ModuleList()
-    with pytest.raises(UnsupportedError, match="ByHand has 1 mixture-of-experts layers, but .* of 0 of them"):
+    with pytest.raises(UnsupportedError, match=r"ByHand has 1 mixture-of-experts layers, but .* of 0 of them"):
         evaluate.audit(model, torch.tensor([[0, 1]]), ["other"], reference="ref")

@@ -13,7 +13,7 @@ from lowgmm import cpu, native
 from lowgmm.formats import INT8, pack_nibbles
 from lowgmm.gpu import H200
 from lowgmm.quant import quantize_rows
-from lowgmm.shapes import UnsupportedError
+from lowgmm.shapes import ShapeError, UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
 from lowgmm.tune import Problem, TileConfig, pick, supports
 from lowgmm.validate import MAX_EXACT_K
@@ -210,3 +210,20 @@ def test_pick_always_fits(rows: int, dtype: torch.dtype, shape: tuple[int, int],
     for out_dtype in (torch.bfloat16, torch.float32):
         problem = Problem(8, 8 * rows, *shape, dtype, out_dtype)
         assert supports(problem, pick(problem, gpu), gpu) is None
+
+
+def test_sizes_that_would_wrap_in_32_bits_are_refused() -> None:
+    q = lowgmm.quantize(torch.randn(3, 8, 16), "int8")
+    for sizes in ([2**32, 0, 0], [1 + 2**32, 0, 5]):
+        with pytest.raises(ShapeError, match="but input has only 6 rows"):
+            lowgmm.gmm(torch.randn(6, 16), q, expert_sizes=torch.tensor(sizes))
+
+
+def test_an_output_that_a_graph_saved_is_noticed() -> None:
+    w, out = torch.randn(3, 8, 16), torch.ones(6, 8)
+    a = torch.ones(6, 8, requires_grad=True)
+    kept = a * out
+    with torch.no_grad():
+        lowgmm.gmm(torch.randn(6, 16), w, expert_sizes=torch.tensor([1, 0, 5]), output=out)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -119,3 +120,33 @@ def test_gradients_are_refused_and_not_lost(quantised: bool) -> None:
     for y in results:
         with pytest.raises(UnsupportedError, match="lowgmm computes no gradients"):
             y.sum().backward()
+
+
+def test_weights_moved_in_place_are_found() -> None:
+    """As pickling for another process does: it moves tensors to shared memory and frees where they were."""
+    layer = lowgmm.MoEExperts.from_dense(
+        torch.randn(4, 64, 128), torch.randn(4, 128, 32), "int8", bias_w2=torch.randn(4, 128)
+    )
+    call = (torch.randn(3, 128), torch.tensor([[0, 1], [2, 3], [1, 1]]), torch.full((3, 2), 0.5))
+    before = [layer(*call) for _ in range(3)][-1]
+    layer.w13.scales.share_memory_()
+    junk = [torch.full((4, 64), 1e9) for _ in range(8)]
+    assert torch.equal(layer(*call), before)
+    assert torch.equal(layer(*call), before)
+    layer.bias_w2.data = torch.zeros(4, 128)
+    fresh = lowgmm.MoEExperts(layer.w13, layer.w2, bias_w2=layer.bias_w2)
+    for _ in range(2):
+        assert torch.equal(layer(*call), fresh(*call))
+    del junk
+
+
+def test_state_dicts_of_every_cpu_format_are_ones_that_safetensors_takes(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    for format in ("int8", "fp8", "int4", "int4_g32", None):
+        made = lowgmm.MoEExperts.from_dense(torch.randn(2, 64, 64), torch.randn(2, 64, 32), format)
+        save_file(made.state_dict(), tmp_path / "layer.safetensors")
+        other = lowgmm.MoEExperts.from_dense(torch.randn(2, 64, 64), torch.randn(2, 64, 32), format)
+        other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
+        call = (torch.randn(3, 64), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+        assert torch.equal(made(*call), other(*call)), format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -251,3 +252,58 @@ def test_affinity_and_no_second_pool() -> None:
     """Two threads on one core finish; every thread keeps to that core; and none was added to torch's pool."""
     run = subprocess.run([sys.executable, "-c", ONE_CORE], capture_output=True, text=True, timeout=120, check=True)
     assert run.stdout == "0 {1}\n"
+
+
+@needs_native
+def test_packed_weights_travel_as_plain_ones(tmp_path: Path) -> None:
+    """What was packed under one instruction set is packed anew where another reads it."""
+    q = cpu.pack(lowgmm.quantize(torch.randn(2, 8, 200), "int8"))
+    (tmp_path / "q.pkl").write_bytes(pickle.dumps(q))
+    x = torch.randn(4, 200)
+    y = lowgmm.gmm(x, q, expert_sizes=torch.tensor([1, 3]))
+    torch.save((x, y), tmp_path / "xy.pt")
+    code = """
+import pickle, sys, torch, lowgmm
+q = pickle.load(open(sys.argv[1] + "/q.pkl", "rb"))
+x, y = torch.load(sys.argv[1] + "/xy.pt")
+assert q.packed is not None
+torch.testing.assert_close(lowgmm.gmm(x, q, expert_sizes=torch.tensor([1, 3])), y, rtol=1e-6, atol=1e-5)
+"""
+    for setting in ({"LOWGMM_CPU_ISA": "scalar"}, {"LOWGMM_NATIVE": "0"}):
+        environment = {**os.environ, **setting}
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+
+
+@needs_native
+def test_weights_packed_for_something_else_are_refused() -> None:
+    q = cpu.pack(lowgmm.quantize(torch.randn(2, 96, 200), "int8"))
+    stand_in, packed = q.operands
+    x, offsets = torch.randn(4, 200), torch.tensor([0, 2, 4])
+    other = torch.uint8 if packed.dtype == torch.int8 else torch.int8
+    for wrong in (packed[:, :1], packed[:, :, :-1].contiguous(), packed[:1], packed.view(other), packed[..., ::2]):
+        operands = [stand_in, wrong]
+        with pytest.raises(UnsupportedError, match="packed for the native code, but not as"):
+            torch.ops.lowgmm.gmm(x, operands, None, q.scales, offsets, None, None, "auto", None, torch.float32, False)
+
+
+def test_int8_stays_exact_where_onednn_saturates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on CPUs without VNNI."""
+    monkeypatch.setattr(cpu, "onednn_is_exact", lambda: False)
+    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(torch, "_int_mm", None)
+    x, w = (torch.randint(-128, 128, s, dtype=torch.int8) for s in ((9, 3000), (3, 33, 3000)))
+    x[0], w[0, 0] = -128, -128
+    wanted = torch.cat([x[:4].long() @ w[0].long().T, x[4:].long() @ w[2].long().T])
+    y = lowgmm.gmm(x, w, expert_sizes=torch.tensor([4, 0, 5]), out_dtype=torch.int32)
+    assert torch.equal(y.long(), wanted)
+    q = lowgmm.quantize(torch.randn(2, 8, 64), "int8")
+    assert cpu.pack(q) is q
+    assert cpu.int8_backend().startswith("float32 products")
+
+
+def test_onednn_is_probed() -> None:
+    code = "from lowgmm import cpu; assert not cpu.onednn_is_exact()"
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        pytest.skip("needs a CPU of which oneDNN can be told to use less")
+    subprocess.run([sys.executable, "-c", code], env={**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2"}, check=True)
+    assert cpu.onednn_is_exact()

@@ -267,3 +267,12 @@ def test_models_whose_experts_are_not_dispatched_are_refused():
         integration.check_model(
             tiny_model("gpt_oss", intermediate_size=WIDTH, num_local_experts=8, head_dim=16, sliding_window=16)
         )
+
+
+def test_experts_without_a_gates_weights_are_refused_by_name():
+    """As Nemotron-H's, which have ``up_proj``."""
+    module = type("UpOnly", (torch.nn.Module,), {"has_gate": False, "act_fn": torch.nn.ReLU()})().eval()
+    call = (torch.ones(3, 4), torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1))
+    for name in integration.FORMATS:
+        with pytest.raises(integration.UnsupportedExpertsError, match=r"UpOnly\.has_gate is False"):
+            ALL_EXPERTS_FUNCTIONS[name](module, *call)

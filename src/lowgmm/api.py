@@ -95,6 +95,8 @@ def gmm(
         if out_dtype is not None and out_dtype != output.dtype:
             raise ShapeError(f"gmm: out_dtype is {out_dtype}, but output is {output.dtype}: leave out_dtype out.")
         ops.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output, fast_accum)
+        if not torch.compiler.is_compiling() and not output.is_inference():
+            torch.autograd.graph.increment_version(output)  # or a graph that saved it would not notice
         return output
     if out_dtype is None:
         out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
@@ -139,7 +141,9 @@ def _offsets(offsets: Tensor | None, sizes: Tensor | None, weights: Tensor) -> T
     else:
         check_sizes(sizes, offsets, weights)
         if offsets is None:
-            return torch.nn.functional.pad(sizes.cumsum(0, dtype=torch.int32), (1, 0))
+            # A GPU's kernels take int32. On a CPU the sums are looked at, so they must not have wrapped.
+            dtype = torch.int32 if sizes.is_cuda else sizes.dtype
+            return torch.nn.functional.pad(sizes.cumsum(0, dtype=dtype), (1, 0))
     if offsets.is_cuda and offsets.dtype == torch.int64 and not replay.debugging():
         return offsets.int()  # as the operator would, which could not be replayed then
     return offsets

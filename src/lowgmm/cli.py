@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import math
 import os
 import sys
@@ -88,6 +89,9 @@ TUNE_TOKENS = tuple(1 << i for i in range(14))
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code. ``argv`` is ``sys.argv[1:]`` by default; usage errors exit with
     2."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # µ and × on a terminal that has them; no error on one that has not
+            stream.reconfigure(errors="replace")
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:

@@ -8,6 +8,7 @@ has no CPU instruction to run on: its weights are widened to FP32 one expert at 
 
 from __future__ import annotations
 
+import functools
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +35,7 @@ QUANTIZE_ROWS = 64
 def pack(q: QuantTensor) -> QuantTensor:
     """INT8 or INT4 weights in the form that this CPU multiplies fastest; the result does not keep ``q.values`` alive.
 
-    Without the native code INT4 weights stay as they are.
+    Without the native code INT4 weights stay as they are, and INT8 ones on a CPU where oneDNN's sums are not exact.
 
     >>> import torch
     >>> from lowgmm import quantize
@@ -50,11 +51,11 @@ def pack(q: QuantTensor) -> QuantTensor:
         )
     stand_in, scales = q.values.new_empty(1).expand(q.shape), q.scales
     if native.library() is not None:
-        packed = Packed(stand_in, (native.pack(q.values, q.format.bits),), _unpack_native)
+        packed = Packed(stand_in, (native.pack(q.values, q.format.bits),), _unpack_native, pack)
         scales = native.channels_last(scales) if scales.dim() == 3 else scales
-    elif q.format is INT8:
+    elif q.format is INT8 and onednn_is_exact():
         blocked = tuple(torch.ops.onednn.qlinear_prepack(_dense(w), None) for w in q.values)
-        packed = Packed(stand_in, blocked, _unpack_onednn)
+        packed = Packed(stand_in, blocked, _unpack_onednn, pack)
     else:
         return q
     return QuantTensor(None, scales, q.format, packed)
@@ -64,7 +65,8 @@ def int8_backend() -> str:
     """What multiplies packed INT8 weights on this CPU, in words."""
     if native.library() is not None:
         return native.explain()
-    return f"oneDNN, one call per expert: {native.explain()}"
+    how = "oneDNN, one call per expert" if onednn_is_exact() else "float32 products (oneDNN's INT8 sums saturate here)"
+    return f"{how}: {native.explain()}"
 
 
 def _unpack_native(p: Packed) -> Tensor:
@@ -187,8 +189,25 @@ def _grouped_product(x: Tensor, w: Tensor, scales: Tensor) -> Tensor:
     return y
 
 
+@functools.cache
+def onednn_is_exact() -> bool:
+    """Does oneDNN sum INT8 products in INT32 here? Without VNNI it adds pairs of them in 16 bits, which saturate."""
+    largest = torch.full((4, 64), 127, dtype=torch.int8, device="cpu")
+    return bool((torch._int_mm(largest, largest.T) == 64 * 127 * 127).all())
+
+
+EXACT_IN_FLOAT32 = 1 << 10
+"""So many products of INT8 numbers have a sum that is exact in float32."""
+
+
 def _int_mm(x: Tensor, w: Tensor) -> Tensor:
     """torch._int_mm of operands that it gets right: it takes a stride of 0 at its word, and is wrong at K = 1."""
+    if not onednn_is_exact():
+        y = torch.zeros(x.shape[0], w.shape[0], dtype=torch.int32, device="cpu")
+        for k in range(0, x.shape[1], EXACT_IN_FLOAT32):
+            part = slice(k, k + EXACT_IN_FLOAT32)
+            y += (x[:, part].float() @ w[:, part].float().T).int()
+        return y
     if x.shape[1] == 1:
         x, w = (torch.nn.functional.pad(t, (0, 1)) for t in (x, w))
     return torch._int_mm(_dense(x), _dense(w).T)

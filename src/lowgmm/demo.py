@@ -249,11 +249,8 @@ def accuracy_text(audit: evaluate.Audit) -> str:
             f"{shares[2]:.3%}",
             f"{r.cosine_mean:.6f}",
         )
-        more = (
-            f"{r.cosine_worst:.5f}",
-            f"{r.top1_agreement:.2%}",
-            f"{r.near_ties_among_mismatches:.1%}" if r.mismatches else "–",
-        )
+        near_ties = f"{r.near_ties_among_mismatches:.1%}" if r.mismatches else "–"
+        more = (f"{r.cosine_worst:.5f}", f"{r.top1_agreement:.2%}", near_ties)
         cells.append((name, (*row, *more)))
     lines = [f"{name:<8}" + "".join(f" {c:>10}" for c in row) for name, row in cells]
     low, high = min(map(min, audit.load)), max(map(max, audit.load))

@@ -128,6 +128,8 @@ class Packed:
     parts: tuple[Tensor, ...]
     unpack: Callable[[Packed], Tensor]
     """Back to the values as they are stored plainly."""
+    pack: Callable[[QuantTensor], QuantTensor]
+    """From those to this form, or to what takes its place on another machine."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,6 +160,11 @@ class QuantTensor:
                 f"QuantTensor: scales have {sizes['k']} groups along K={sizes['K']}, expected {self.format.name}'s "
                 f"{blocks}."
             )
+
+    def __reduce__(self) -> tuple[Callable[..., QuantTensor], tuple[object, ...]]:
+        # As plain bytes: packed weights belong to this CPU, some cannot be copied at all, and pickle knows no float8.
+        pack = None if self.packed is None else self.packed.pack
+        return _restored, (self.plain().view(torch.uint8), self.scales, self.format.name, pack)
 
     @property
     def operands(self) -> list[Tensor]:
@@ -197,3 +204,12 @@ class QuantTensor:
     def to(self, device: torch.device | str) -> QuantTensor:
         """The same weights on ``device``, in plain form."""
         return QuantTensor(self.plain().to(device), self.scales.to(device), self.format)
+
+
+def _restored(
+    values: Tensor, scales: Tensor, format: str, pack: Callable[[QuantTensor], QuantTensor] | None
+) -> QuantTensor:
+    """What a copied or unpickled QuantTensor is made of."""
+    fmt = get_format(format)
+    plain = QuantTensor(values.view(fmt.dtype), scales, fmt)
+    return plain if pack is None else pack(plain)

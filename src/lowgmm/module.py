@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowgmm.api import moe_ffn
-from lowgmm.formats import INT8, QuantTensor, get_format
+from lowgmm.formats import INT8, QuantTensor
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops_layer import Shortcut
 from lowgmm.quant import quantize
@@ -128,23 +128,12 @@ class MoEExperts(nn.Module):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles carry plain bytes: packed weights belong to this CPU, oneDNN's cannot be copied at all, and
-        # pickle does not know float8.
-        weights = {name: getattr(self, name) for name in WEIGHTS}
-        carried = {
-            name: (w.plain().view(torch.uint8), w.scales, w.format.name)
-            for name, w in weights.items()
-            if isinstance(w, QuantTensor)
-        }
-        return {**self.__dict__, **carried, "_shortcut": None}
+        return {**self.__dict__, "_shortcut": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name in WEIGHTS:
-            if isinstance(state[name], tuple):
-                values, scales, fmt = state[name]
-                w = QuantTensor(values.view(get_format(fmt).dtype), scales, get_format(fmt))
-                state = {**state, name: _settle(w)}
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for name in WEIGHTS:  # which may have been written on another device
+            setattr(self, name, _settle(getattr(self, name)))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         for name in WEIGHTS:
@@ -186,7 +175,9 @@ def _parts(w: Tensor | QuantTensor | None) -> dict[str, Tensor]:
     """The tensors of a weight under their names in a state dict."""
     if w is None:
         return {}
-    return {".values": w.plain(), ".scales": w.scales} if isinstance(w, QuantTensor) else {"": w}
+    if not isinstance(w, QuantTensor):
+        return {"": w}
+    return {".values": w.plain(), ".scales": w.scales.contiguous()}  # safetensors takes no others
 
 
 def _settle(w: Tensor | QuantTensor | None) -> Tensor | QuantTensor | None:

@@ -117,22 +117,34 @@ class Shortcut:
     """
 
     def __init__(self, w13: Weights, w2: Weights, spec: LayerSpec) -> None:
+        self._weights, self._spec = (w13, w2), spec
+        self._tensors = (*w13.operands, w13.scales, w13.bias, *w2.operands, w2.scales, w2.bias)
+        self._seen: set[Signature] = set()
+        self._describe()
+
+    def _describe(self) -> None:
+        """For the C code, once."""
         from lowgmm import cpu, native
 
         self._call: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
-        self._seen: set[Signature] = set()
-        weights = (*w13.operands, w13.scales, w13.bias, *w2.operands, w2.scales, w2.bias)
-        if cpu.runs_natively(w13, w2, spec) and not any(t is not None and t.requires_grad for t in weights):
-            layer = native.Layer(_flat(w13), _flat(w2), spec)
-            # Whoever writes into the module's scales or biases must find it in the result: no copies of them.
-            given = (w13.scales, w13.bias, w2.scales, w2.bias)
-            if [*map(_address, layer.kept)] == [*map(_address, given)]:
-                self._call = layer
+        up, down = self._weights
+        if any(t is not None and t.requires_grad for t in self._tensors) or not cpu.runs_natively(up, down, self._spec):
+            return
+        layer = native.Layer(_flat(up), _flat(down), self._spec)
+        # Whoever writes into the module's scales or biases must find it in the result: no copies of them.
+        if [*map(_address, layer.kept)] == [*map(_address, (up.scales, up.bias, down.scales, down.bias))]:
+            self._call, self._addresses = layer, [*map(_address, self._tensors)]
 
     def __call__(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor | None:
         if self._call is None or ops.signature(hidden, topk_ids, topk_weights) not in self._seen:
             return None
-        return self._call(hidden, topk_ids, topk_weights) if ops.plain(hidden, topk_ids, topk_weights) else None
+        if not ops.plain(hidden, topk_ids, topk_weights):
+            return None
+        if [*map(_address, self._tensors)] != self._addresses:  # moved in place: to shared memory, by ``.data``, …
+            self._seen.clear()
+            self._describe()
+            return None
+        return self._call(hidden, topk_ids, topk_weights)
 
     def seen(self, hidden: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
         if self._call is not None and hidden.numel() and topk_ids.numel():

@@ -1,9 +1,9 @@
 """One launch of a compiled Triton kernel, kept to be made again with other addresses.
 
-``compiled[grid](*arguments)`` costs 35 µs on an H200's host where the launch itself costs 5: hooks that nobody set are
-called, every pointer is looked up in the driver, every tensor map is encoded again. A kept launch calls the C function
-underneath, with integers for pointers and tensor maps that were made before. What that function takes is no documented
-interface, so it is called only in the forms of the Triton versions in :data:`FORMS`.
+``compiled[grid](*arguments)`` costs 40 to 60 µs on an H200's host where the launch itself costs 5: hooks that nobody
+set are called, every pointer is looked up in the driver, every tensor map is encoded again. A kept launch calls the C
+function underneath, with integers for pointers and tensor maps that were made before. What that function takes is no
+documented interface, so it is called only in the forms of the Triton versions in :data:`FORMS`.
 """
 
 from __future__ import annotations

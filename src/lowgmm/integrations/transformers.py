@@ -15,7 +15,8 @@
 where a model's experts do not go through its experts interface (Llama-4's do not).
 
 Nothing else of the model changes. Weights are quantised at the first forward pass and kept until the module goes away
-or its weights change; the model's own tensors stay as they are. For inference: gradients do not pass through, and a
+or its weights change (writes through ``.data`` cannot be noticed); the model's own tensors stay as they are, so memory
+grows by the copy. For inference: gradients do not pass through, and a
 model in training mode is refused. Needs transformers >= 5.17.
 """
 
@@ -153,9 +154,10 @@ def _unsupported(module: nn.Module, what: str) -> UnsupportedExpertsError:
 
 
 def _weights(module: nn.Module) -> tuple[Tensor, Tensor]:
-    w13, w2 = module.gate_up_proj, module.down_proj
-    assert isinstance(w13, Tensor)
-    assert isinstance(w2, Tensor)
+    w13, w2 = (getattr(module, name, None) for name in ("gate_up_proj", "down_proj"))
+    if not (isinstance(w13, Tensor) and isinstance(w2, Tensor)):
+        check_supported(module)
+        raise _unsupported(module, "gate_up_proj or down_proj is missing, expected both as tensors")
     return w13, w2
 
 

@@ -200,14 +200,15 @@ def _new(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def pack(values: Tensor, bits: int) -> Tensor:
-    """A QuantTensor's ``values`` [E, N, K] int8, or 4-bit [E, N, K/2] -> uint8 [E, blocks, steps, bytes]: see
+    """A QuantTensor's ``values`` [E, N, K] int8, or 4-bit [E, N, K/2] -> bytes [E, blocks, steps, bytes]: see
     lowgmm.h."""
     lib = library()
     assert lib is not None
     E, N, K = values.shape[0], values.shape[1], values.shape[2] * 8 // bits
     channels, per_step = lib.channels, 32 // bits
-    blocks, steps = -(-N // channels), -(-K // lib.pad[bits]) * lib.pad[bits] // per_step
-    out = _new((E, blocks, steps, channels * 4), torch.uint8)
+    shape, dtype = _layout(lib, E, N, K, bits)
+    _, blocks, steps, _ = shape
+    out = _new(shape, dtype)
     advise_huge_pages(out)
     for e in range(E):  # expert by expert, so that the padded working copy is one expert's
         padded = _new((blocks * channels, steps * per_step), torch.int8).zero_()
@@ -215,8 +216,15 @@ def pack(values: Tensor, bits: int) -> Tensor:
         shifted = padded.view(torch.uint8) + lib.offset(bits)  # wraps: w + 128 is w with its sign bit flipped
         blocked = shifted.view(blocks, channels, steps, -1, 4).permute(3, 0, 2, 1, 4)
         packed = blocked[0] if bits == 8 else blocked[0] | (blocked[1] << 4)
-        out[e] = packed.reshape(blocks, steps, -1)
+        out[e] = packed.reshape(blocks, steps, -1).view(dtype)
     return out
+
+
+def _layout(lib: Library, E: int, N: int, K: int, bits: int) -> tuple[tuple[int, int, int, int], torch.dtype]:
+    """Shape and dtype of packed weights: no two layouts have both in common. Bytes are int8 where nothing was added."""
+    steps = -(-K // lib.pad[bits]) * lib.pad[bits] * bits // 32
+    shape = (E, -(-N // lib.channels), steps, lib.channels * 4)
+    return shape, torch.uint8 if lib.offset(bits) else torch.int8
 
 
 def unpack(packed: Tensor, N: int, K: int, bits: int) -> Tensor:
@@ -268,6 +276,14 @@ def quantize_tokens(x: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
 def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_Weights, Tensor | None]:
     """The C description, and the scales to keep alive with it. ``scales`` [E, N], or [E, N, k] in any layout."""
     (E, N, K), expert, step = stand_in.shape, 0, 0
+    bits = 8 if stand_in.dtype == torch.int8 else 4
+    lib = library()
+    if lib is None or (packed.shape, packed.dtype) != _layout(lib, E, N, K, bits) or not packed.is_contiguous():
+        here = "which does not run here" if lib is None else f"but not as {lib.name} on this CPU reads [{E}, {N}, {K}]"
+        raise UnsupportedError(
+            f"gmm: these weights were packed for the native code, {here}: {list(packed.shape)} {packed.dtype}. Packed "
+            "weights belong to the CPU and the settings that they were packed under; pack plain ones again."
+        )
     group = K
     if scales is not None and scales.dim() == 3:
         if scales.stride(1) != 1:  # the loops read neighbouring channels' scales as a vector
@@ -276,7 +292,6 @@ def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_
         expert, step = scales.stride(0), scales.stride(2)
     elif scales is not None:
         expert = N
-    bits = 8 if stand_in.dtype == torch.int8 else 4
     return _Weights(packed.data_ptr(), _pointer(scales), expert, step, E, N, K, group, bits), scales
 
 
@@ -297,8 +312,6 @@ def gmm(
 ) -> bool:
     """Fill ``out [M, N]``; ``weights``: stand-in [E, N, K] and packed part. False, and nothing done, if the ``offsets
     [E+1]`` do not cut M rows into groups."""
-    lib = library()
-    assert lib is not None
     w, scales_w = _weights(weights[0], weights[1], scales_w)
     x = x if x.stride(1) == 1 else x.contiguous()
     offsets = offsets.contiguous()
@@ -308,6 +321,8 @@ def gmm(
         0, x.shape[0], x.stride(0), out.stride(0),
         KINDS[x.dtype], KINDS[out.dtype], offsets.element_size(), math.inf if clip is None else clip,
     )  # fmt: skip
+    lib = library()
+    assert lib is not None
     return _run(lib, lib.call.lowgmm_gmm, args, out) == 0
 
 
