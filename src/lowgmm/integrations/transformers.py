@@ -10,6 +10,8 @@
 | `lowgmm`      | as the checkpoint has them            | as the model has them        |
 | `lowgmm_int8` | INT8, one scale per output channel    | INT8, one scale per token    |
 | `lowgmm_fp8`  | FP8 e4m3, one scale per output channel | FP8 e4m3, one scale per token |
+| `lowgmm_int4` | INT4, one scale per output channel    | INT8, one scale per token; on a CPU |
+| `lowgmm_int4_g32` | INT4, one scale per 32 of K       | INT8, one scale per token; on a CPU |
 
 ``check_model(model)`` says whether all of a model's experts are ones that lowgmm runs: transformers ignores the name
 where a model's experts do not go through its experts interface (Llama-4's do not).
@@ -33,7 +35,7 @@ from torch import Tensor, nn
 from lowgmm import MoEExperts, moe_ffn
 from lowgmm.shapes import UnsupportedError
 
-FORMATS: dict[str, str | None] = {"lowgmm": None, "lowgmm_int8": "int8", "lowgmm_fp8": "fp8"}
+FORMATS: dict[str, str | None] = {"lowgmm": None} | {f"lowgmm_{f}": f for f in ("int8", "fp8", "int4", "int4_g32")}
 """Registered name -> quantisation format (None: the weights as they are)."""
 
 
@@ -72,7 +74,7 @@ def register() -> tuple[str, ...]:
         MissingDependencyError: transformers is not installed or too old to have the interface.
 
     >>> register()  # doctest: +SKIP
-    ('lowgmm', 'lowgmm_int8', 'lowgmm_fp8')
+    ('lowgmm', 'lowgmm_int8', 'lowgmm_fp8', 'lowgmm_int4', 'lowgmm_int4_g32')
     """
     interface = _interface()
     for name, function in _FUNCTIONS.items():
