@@ -49,7 +49,7 @@ bench-cpu: $(VENV)/.demo ## on a CPU: expert layers beside torch, oneDNN and ggm
 	$(PY) bench/plot_cpu.py bench/results/cpu_layer.jsonl bench/results/cpu_layer.svg
 
 size: ## lines of each file, longest first
-	@find src tests bench examples -name '*.py' 2>/dev/null | xargs wc -l | sort -rn
+	@find src tests bench examples -name '*.py' -o -name '*.[ch]' 2>/dev/null | xargs wc -l | sort -rn
 
 clean: ## remove the environment and everything generated
 	rm -rf $(VENV) build dist src/*.egg-info src/lowgmm/native/*.so .pytest_cache .mypy_cache .ruff_cache

@@ -174,5 +174,6 @@ int main(void)
     test_layer(8, 1 << 20, 3, 3, 4, 64, 20, GELU);
     test_layer(4, 32, 20, 2, 3, 72, 128, SWIGLU_OAI);
     test_layer(4, 1 << 20, 1, 5, 8, 64, 66, RELU2);
+    test_layer(8, 1 << 20, 1700, 1, 2, 24, 16, SILU); /* more rows an expert than are taken at a time */
     return 0;
 }

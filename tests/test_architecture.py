@@ -170,9 +170,8 @@ def unseen_work(package: Path) -> list[str]:
 
 def long_files(root: Path) -> list[str]:
     wrong = []
-    for path in sorted(
-        file for folder in ("src", "tests", "bench", "examples") for file in (root / folder).rglob("*.py")
-    ):
+    folders = [root / folder for folder in ("src", "tests", "bench", "examples")]
+    for path in sorted(file for folder in folders for kind in ("*.py", "*.[ch]") for file in folder.rglob(kind)):
         lines = len(path.read_text(encoding="utf-8").splitlines())
         limit = MAX_KERNEL_LINES if path.parent.name == "kernels" else MAX_LINES
         if lines > limit:
@@ -289,7 +288,12 @@ def test_lazy_and_type_checking_imports_are_allowed(tmp_path: Path):
 def test_a_long_file_is_found(tmp_path: Path):
     kernels = tmp_path / "src" / "kernels"
     kernels.mkdir(parents=True)
-    for path, limit in ((tmp_path / "src" / "a.py", MAX_LINES), (kernels / "b.py", MAX_KERNEL_LINES)):
+    limits = {
+        tmp_path / "src" / "a.py": MAX_LINES,
+        kernels / "b.py": MAX_KERNEL_LINES,
+        tmp_path / "src" / "c.c": MAX_LINES,
+    }
+    for path, limit in limits.items():
         path.write_text("x\n" * limit, encoding="utf-8")
         assert long_files(tmp_path) == []
         path.write_text("x\n" * (limit + 1), encoding="utf-8")

@@ -23,7 +23,7 @@
 
 enum kind { F32 = 0, BF16 = 1, F16 = 2, I32 = 3, I8 = 3 };
 enum activation { SILU = 0, GELU = 1, RELU2 = 2, NONE = 3, SWIGLU_OAI = 4 };
-enum { MAX_ROWS = 16, MAX_CHANNELS = 64, STEP_BYTES_PER_CHANNEL = 4 };
+enum { MAX_ROWS = 16, MAX_CHANNELS = 64 };
 
 /* Packed weights of E experts. */
 struct weights {
@@ -91,7 +91,7 @@ int64_t lowgmm_gmm(const struct gmm *, int64_t isa, parallel_t, unsigned threads
 int64_t lowgmm_layer(const struct layer *, int64_t isa, parallel_t, unsigned threads);
 int64_t lowgmm_layout(void);               /* sizes of the argument structs: what Python declares must be what was compiled */
 
-/* ---- between engine.c and isa_*.c -------------------------------------------------------------------------------------- */
+/* ---- between the queues and isa_*.c ------------------------------------------------------------------------------------ */
 
 /* One tile: up to isa.rows rows by one block of channels. */
 struct tile {
