@@ -6,7 +6,9 @@
  *
  * rows.h     what every instruction set shares, in C that compilers vectorise: quantise, epilogue, activation, combine
  * isa_*.c    the inner loop of each instruction set, and rows.h compiled for it
- * engine.c   choice of instruction set; task queues of gmm and of the expert layer
+ * engine.c   choice of instruction set; task queues of quantise and gmm
+ * layer.c    task queue of the expert layer
+ * tasks.h    what both queues share
  *
  * Weights [E, N, K] are packed for one instruction set: blocks of `channels` output channels, each block one stream along K.
  *   INT8   [E][N/channels][K/4][channels][4]    w + 128 as an unsigned byte, or w itself (isa.unsigned8)
