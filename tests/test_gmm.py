@@ -227,3 +227,19 @@ def test_an_output_that_a_graph_saved_is_noticed() -> None:
         lowgmm.gmm(torch.randn(6, 16), w, expert_sizes=torch.tensor([1, 0, 5]), output=out)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bias", [torch.float32, None])
+def test_dense_products_are_rounded_behind_the_bias(dtype: torch.dtype, bias: torch.dtype | None) -> None:
+    x, w = torch.tensor([[2048.0, 1.0]], dtype=dtype), torch.ones(1, 1, 2, dtype=dtype)
+    shift = torch.tensor([[-2048.0]], dtype=bias or dtype)
+    assert lowgmm.gmm(x, w, expert_sizes=torch.tensor([1]), bias=shift).tolist() == [[1.0]]
+
+
+def test_tensors_without_data_give_shapes() -> None:
+    x, w = torch.empty(6, 16, device="meta"), torch.empty(3, 8, 16, device="meta")
+    y = lowgmm.gmm(x, w, expert_offsets=torch.empty(4, dtype=torch.int32, device="meta"))
+    assert (y.shape, y.device.type) == ((6, 8), "meta")
+    r = lowgmm.route(logits=torch.empty(5, 8, device="meta"), top_k=2)
+    assert (r.topk_ids.shape, r.topk_ids.device.type) == ((5, 2), "meta")

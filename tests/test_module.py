@@ -150,3 +150,18 @@ def test_state_dicts_of_every_cpu_format_are_ones_that_safetensors_takes(tmp_pat
         other.load_state_dict(load_file(tmp_path / "layer.safetensors"))
         call = (torch.randn(3, 64), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
         assert torch.equal(made(*call), other(*call)), format
+
+
+@pytest.mark.parametrize("format", ["int8", "fp8", "int4_g32", None])
+def test_a_layer_made_without_memory_gets_its_weights_later(format: str | None) -> None:
+    made = lowgmm.MoEExperts.from_dense(torch.randn(2, 64, 64), torch.randn(2, 64, 32), format)
+    call = (torch.randn(3, 64), torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+    with torch.device("meta"):
+        w13, w2 = torch.empty(2, 64, 64), torch.empty(2, 64, 32)
+    for assign in (False, True):
+        layer = lowgmm.MoEExperts.from_dense(w13, w2, format)
+        assert layer(*(t.to("meta") for t in call)).shape == (3, 64)
+        if not assign:
+            layer = layer.to_empty(device="cpu")
+        layer.load_state_dict(made.state_dict(), assign=assign)
+        assert torch.equal(layer(*call), made(*call))

@@ -119,9 +119,9 @@ class MoEExperts(nn.Module):
         for name in WEIGHTS:
             w = getattr(self, name)
             if isinstance(w, QuantTensor):
-                # As bytes the values are no floats, so fn moves them but cannot convert an FP8 tensor to another dtype.
-                moved = fn(w.plain().view(torch.uint8)).view(w.format.dtype)
-                w = QuantTensor(moved, w.scales.to(moved.device), w.format)
+                # As bytes they are no floats, so fn moves them but cannot convert FP8 or scales to another dtype.
+                values, scales = (fn(t.view(torch.uint8)).view(t.dtype) for t in _parts(w).values())
+                w = QuantTensor(values, scales, w.format)
             elif w is not None:
                 w = fn(w)
             setattr(self, name, _settle(w))
@@ -164,7 +164,8 @@ class MoEExperts(nn.Module):
                         f"{key}: expected {list(was.shape)} {was.dtype}, got {list(now.shape)} {now.dtype}."
                     )
             if old and not missing:
-                new = [t.detach().clone().to(was.device) for t, was in zip(new, old.values(), strict=True)]
+                if not local_metadata.get("assign_to_params_buffers", False):
+                    new = [t.detach().clone().to(was.device) for t, was in zip(new, old.values(), strict=True)]
                 loaded = QuantTensor(new[0], new[1], w.format) if isinstance(w, QuantTensor) else new[0]
                 setattr(self, name, _settle(loaded))
         if strict:

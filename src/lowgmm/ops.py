@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from lowgmm import replay
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
-from lowgmm.shapes import UnsupportedError, check_no_overlap
+from lowgmm.shapes import UnsupportedError, check_no_overlap, is_abstract
 from lowgmm.tune import TileConfig
 from lowgmm.validate import check_gmm, check_tokens, checked_bounds
 
@@ -223,7 +222,7 @@ def _gmm_new(
 ) -> Tensor:
     shape = _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, out_dtype)
     out = replay.empty(shape, out_dtype, input.device)
-    if not isinstance(out, FakeTensor):
+    if not is_abstract(out):
         _gmm_into(out, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config, fast_accum)
     return out
 
@@ -250,7 +249,7 @@ def _gmm_out_new(
     fast_accum: bool = False,
 ) -> Tensor:
     _check_once(input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, output.dtype, output)
-    if not isinstance(output, FakeTensor):
+    if not is_abstract(output):
         _gmm_into(output, input, weights, scales_x, scales_w, expert_offsets, bias, clip, impl, config, fast_accum)
     return output
 

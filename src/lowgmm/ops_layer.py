@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 
 from lowgmm import ops, replay
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops import MAX_ACCEPTED, TAGS, Signature, check_interpreter, library, on_device, register
 from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem, pick, supports
 from lowgmm.routing import Router, check_router, check_routing, route, select_experts
-from lowgmm.shapes import UnsupportedError
+from lowgmm.shapes import UnsupportedError, is_abstract
 from lowgmm.validate import check_impl, check_moe
 
 library.define(
@@ -64,7 +63,7 @@ def _moe_ffn_new(
     spec = LayerSpec(activation, gate_up, alpha, limit, weight_on_input, requantize, clip)
     up, down = Weights(w13, scales_w13, bias_w13), Weights(w2, scales_w2, bias_w2)
     sizes = _check_once(hidden, up, down, topk_ids, topk_weights, spec, scales_h, impl)
-    if isinstance(hidden, FakeTensor) or hidden.numel() == 0 or sizes["A"] == 0:
+    if is_abstract(hidden) or hidden.numel() == 0 or sizes["A"] == 0:
         return hidden.new_zeros(hidden.shape)
     up, down = _flat(up), _flat(down)
     scales_h = None if scales_h is None else scales_h.float().contiguous()
@@ -249,7 +248,7 @@ def _select_experts(
     check_impl("route", impl)
     router = Router(top_k, scoring, renormalize, num_groups, topk_groups, scale)
     check_router(logits, router, bias)
-    if isinstance(logits, FakeTensor):
+    if is_abstract(logits):
         shape = (logits.shape[0], top_k)
         return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
     if impl == "reference" or (impl == "auto" and logits.device.type == "cpu"):

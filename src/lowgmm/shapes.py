@@ -113,12 +113,17 @@ def check_device(op: str, **arguments: Tensor | None) -> torch.device:
     return devices.pop()
 
 
+def is_abstract(tensor: Tensor) -> bool:
+    """A tensor without data: a tracer's, or on the meta device."""
+    return isinstance(tensor, FakeTensor) or tensor.is_meta
+
+
 def check_no_overlap(op: str, output: Tensor, **inputs: Tensor | None) -> None:
     """Raise :class:`ShapeError` if ``output`` shares memory with an input: the kernel reads inputs while it writes."""
     if output.numel() == 0:
         return
     # Fake tensors have no address: there, two views of one storage are compared by their offsets in it.
-    fake = isinstance(output, FakeTensor) or output.is_meta
+    fake = is_abstract(output)
     a0, a1 = byte_span(output, fake)
     for name, tensor in inputs.items():
         if tensor is None or tensor.is_mkldnn or tensor.numel() == 0:
