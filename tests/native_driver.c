@@ -12,8 +12,16 @@ enum { THREADS = 3, CALLERS = 2 };
 static uint32_t seed = 1;
 static uint32_t draw(void) { return seed = seed * 1664525u + 1013904223u; }
 static int between(int low, int high) { return low + (int)((draw() >> 8) % (unsigned)(high - low + 1)); }
-static void *fresh(int64_t bytes) { void *p = malloc((size_t)(bytes ? bytes : 1)); memset(p, 0xa5, (size_t)bytes); return p; }
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* On a cache line, so that large results are streamed. */
+static void *fresh(int64_t bytes)
+{
+    void *p = NULL;
+    if (posix_memalign(&p, 64, (size_t)(bytes ? bytes : 1))) exit(2);
+    memset(p, 0xa5, (size_t)bytes);
+    return p;
+}
 
 static void parallel(void (*work)(void *), void *data, unsigned threads, unsigned flags)
 {
@@ -121,12 +129,17 @@ static void *run_layer(void *data)
 }
 
 /* Several callers at once; every instruction set gives the bits of the first one (tests/test_native.py compares with the reference). */
-static void test_layer(int64_t bits, int64_t group, int64_t T, int64_t A, int64_t E, int64_t H, int64_t I, int activation)
+static void test_layer(int kind, int64_t bits, int64_t group, int64_t T, int64_t A, int64_t E, int64_t H, int64_t I, int activation)
 {
+    const int64_t size = kind == F32 ? 4 : 2;
     const struct problem w13 = make(E, 2 * I, H, group < H ? group : H, bits), w2 = make(E, H, I, group < I ? group : I, bits);
-    float *hidden = fresh(T * H * 4), *topk = fresh(T * A * 4), *first = NULL;
+    float *topk = fresh(T * A * 4);
+    char *hidden = fresh(T * H * size), *first = NULL;
     int64_t *ids = fresh(T * A * 8);
-    for (int64_t i = 0; i < T * H; ++i) hidden[i] = (float)between(-1000, 1000) * 1e-3f;
+    for (int64_t i = 0; i < T * H; ++i) {
+        float value = (float)between(-1000, 1000) * 1e-3f;
+        memcpy(hidden + i * size, (char *)&value + (4 - size), (size_t)size); /* a bfloat16 is a float's upper half */
+    }
     for (int64_t i = 0; i < T * A; ++i) topk[i] = (float)between(0, 1000) * 1e-3f, ids[i] = between(-1, (int)E - 1);
     for (int64_t isa = 0; lowgmm_isa_name(isa); ++isa) {
         if (!lowgmm_isa_supported(isa)) continue;
@@ -135,18 +148,18 @@ static void test_layer(int64_t bits, int64_t group, int64_t T, int64_t A, int64_
         const struct weights up = packed(&w13, isa), down = packed(&w2, isa);
         for (int i = 0; i < CALLERS; ++i) {
             calls[i] = (struct call){{.w13 = up, .w2 = down, .hidden = hidden, .ids = ids, .topk_weights = topk,
-                                      .out = fresh(T * H * 4), .T = T, .A = A, .hidden_stride = H, .kind = F32, .between = F32,
+                                      .out = fresh(T * H * size), .T = T, .A = A, .hidden_stride = H, .kind = kind, .between = kind,
                                       .activation = activation, .ids_bytes = 8, .alpha = 1.702f, .limit = INFINITY,
                                       .clip = INFINITY}, isa};
             pthread_create(&callers[i], NULL, run_layer, &calls[i]);
         }
         for (int i = 0; i < CALLERS; ++i) pthread_join(callers[i], NULL);
         if (!first) {
-            first = fresh(T * H * 4);
-            memcpy(first, calls[0].args.out, (size_t)(T * H * 4));
+            first = fresh(T * H * size);
+            memcpy(first, calls[0].args.out, (size_t)(T * H * size));
         }
         for (int i = 0; i < CALLERS; ++i) {
-            if (memcmp(first, calls[i].args.out, (size_t)(T * H * 4))) fail("layer", isa, &w13);
+            if (memcmp(first, calls[i].args.out, (size_t)(T * H * size))) fail("layer", isa, &w13);
             free(calls[i].args.out);
         }
         free((void *)up.packed), free((void *)down.packed);
@@ -170,10 +183,11 @@ int main(void)
                     free(p.codes), free(p.scales);
                 }
     }
-    test_layer(8, 1 << 20, 9, 2, 4, 72, 64, SILU);
-    test_layer(8, 1 << 20, 3, 3, 4, 64, 20, GELU);
-    test_layer(4, 32, 20, 2, 3, 72, 128, SWIGLU_OAI);
-    test_layer(4, 1 << 20, 1, 5, 8, 64, 66, RELU2);
-    test_layer(8, 1 << 20, 1700, 1, 2, 24, 16, SILU); /* more rows an expert than are taken at a time */
+    test_layer(F32, 8, 1 << 20, 9, 2, 4, 72, 64, SILU);
+    test_layer(F32, 8, 1 << 20, 3, 3, 4, 64, 20, GELU);
+    test_layer(F32, 4, 32, 20, 2, 3, 72, 128, SWIGLU_OAI);
+    test_layer(BF16, 4, 1 << 20, 1, 5, 8, 64, 66, RELU2);
+    /* More rows an expert than are taken at a time, and results so large that they are streamed past the caches. */
+    test_layer(BF16, 8, 1 << 20, 1700, 1, 2, 640, 16, SILU);
     return 0;
 }

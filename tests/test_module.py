@@ -122,6 +122,21 @@ def test_gradients_are_refused_and_not_lost(quantised: bool) -> None:
             y.sum().backward()
 
 
+def test_what_users_add_to_a_layer_is_saved_and_loaded() -> None:
+    def make(value: float) -> lowgmm.MoEExperts:
+        made = layer("int8")
+        made.register_buffer("seen", torch.full((2,), value))
+        made.gate = torch.nn.Linear(3, 3)
+        return made
+
+    one, other = make(1.0), make(2.0)
+    other.load_state_dict(one.state_dict())
+    assert other.seen.tolist() == [1.0, 1.0]
+    assert torch.equal(other.gate.weight, one.gate.weight)
+    with pytest.raises(RuntimeError, match=r'Unexpected key.*"w13\.zeros"'):
+        other.load_state_dict(one.state_dict() | {"w13.zeros": torch.ones(1)})
+
+
 def test_weights_moved_in_place_are_found() -> None:
     """As pickling for another process does: it moves tensors to shared memory and frees where they were."""
     layer = lowgmm.MoEExperts.from_dense(

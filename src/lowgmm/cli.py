@@ -82,6 +82,9 @@ instruction set it chose and why, and what serves in its place.
   LOWGMM_CPU_ISA=avx2 lowgmm info     forces an instruction set; LOWGMM_NATIVE=0 turns the native code off
 """
 
+MOST = 1 << 31
+"""No size or count of ours reaches this."""
+
 TUNE_TOKENS = tuple(1 << i for i in range(14))
 """1 to 8192."""
 
@@ -104,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever reads us, `head` say, has enough; what is still buffered must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PASSED
-    except (ShapeError, DtypeError, DeviceError, UnsupportedError, ImportError) as error:
+    except (ShapeError, DtypeError, DeviceError, UnsupportedError, ImportError, OSError) as error:
         print(f"lowgmm {args.command}: error: {error}", file=sys.stderr)
         return UNUSABLE
 
@@ -188,8 +191,8 @@ def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     device = _device(args.device, parser)
     if args.json is not None:
         _check_target(args.json, parser)
-    if args.prompt is not None and not args.prompt.strip():
-        parser.error("--prompt: expected some text for the models to continue")
+    if args.prompt is not None and (not args.prompt.strip() or any("\ud800" <= c <= "\udfff" for c in args.prompt)):
+        parser.error("--prompt: expected some text, in UTF-8, for the models to continue")
     options = demo.Options(
         model=args.model,
         device=device,
@@ -337,8 +340,8 @@ def _check_target(path: Path, parser: argparse.ArgumentParser) -> None:
 
 
 def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number")
+    if not text.isdecimal() or not 1 <= int(text) < MOST:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive whole number below 2^31")
     return int(text)
 
 

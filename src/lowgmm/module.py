@@ -122,6 +122,10 @@ class MoEExperts(nn.Module):
                 # As bytes they are no floats, so fn moves them but cannot convert FP8 or scales to another dtype.
                 values, scales = (fn(t.view(torch.uint8)).view(t.dtype) for t in _parts(w).values())
                 w = QuantTensor(values, scales, w.format)
+            elif name == "scales_h" and w is not None:
+                w = fn(w.contiguous().view(torch.uint8)).view(
+                    w.dtype
+                )  # a static scale keeps its digits, as the others do
             elif w is not None:
                 w = fn(w)
             setattr(self, name, _settle(w))
@@ -136,6 +140,7 @@ class MoEExperts(nn.Module):
             setattr(self, name, _settle(getattr(self, name)))
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # what users have added
         for name in WEIGHTS:
             destination.update({f"{prefix}{name}{part}": t for part, t in _parts(getattr(self, name)).items()})
 
@@ -168,8 +173,8 @@ class MoEExperts(nn.Module):
                     new = [t.detach().clone().to(was.device) for t, was in zip(new, old.values(), strict=True)]
                 loaded = QuantTensor(new[0], new[1], w.format) if isinstance(w, QuantTensor) else new[0]
                 setattr(self, name, _settle(loaded))
-        if strict:
-            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        others = {key: t for key, t in state_dict.items() if key not in known}
+        super()._load_from_state_dict(others, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
 
 def _parts(w: Tensor | QuantTensor | None) -> dict[str, Tensor]:
