@@ -118,14 +118,12 @@ class MoEExperts(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for name in WEIGHTS:
             w = getattr(self, name)
+            # As bytes they are no floats, so fn moves them but cannot convert FP8 or scales to another dtype.
             if isinstance(w, QuantTensor):
-                # As bytes they are no floats, so fn moves them but cannot convert FP8 or scales to another dtype.
                 values, scales = (fn(t.view(torch.uint8)).view(t.dtype) for t in _parts(w).values())
                 w = QuantTensor(values, scales, w.format)
             elif name == "scales_h" and w is not None:
-                w = fn(w.contiguous().view(torch.uint8)).view(
-                    w.dtype
-                )  # a static scale keeps its digits, as the others do
+                w = fn(w.contiguous().view(torch.uint8)).view(w.dtype)
             elif w is not None:
                 w = fn(w)
             setattr(self, name, _settle(w))
