@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CUDA, Lines, Loaded, median_us, read_lines, rendered, require_gpu, short
+from common import CUDA, Lines, Loaded, median_us, provenance, read_lines, rendered, require_gpu
 from torch import Tensor
 
 import lowgmm
@@ -66,10 +66,8 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
-    env = head["environment"]
     out = [
-        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {short(env['commit'])}, "
-        f"`bench/results/{name}`.",
+        f"{provenance(name, head['environment'])}.",
         "",
         "| case | K | error promoted | error fast | worst element promoted | worst fast | µs promoted | µs fast |",
         "|---|---|---|---|---|---|---|---|",

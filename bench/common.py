@@ -175,9 +175,16 @@ def median_us(t: timing.Timing) -> dict[str, Any]:
     return {"us": t.median_s * 1e6, "p20": t.p20_s * 1e6, "p80": t.p80_s * 1e6, "rounds": t.rounds, "method": t.method}
 
 
-def short(commit: str) -> str:
-    """The first digits of a commit, and the mark that the checkout had changes."""
-    return commit[:12] + commit[40:]
+def provenance(name: str, environment: dict[str, Any], *machine: str) -> str:
+    """What a rendered table begins with: the machine, by default a GPU and its software; the commit, with the mark of a
+    checkout that had changes; the file."""
+    shown = machine or (
+        environment["device_name"],
+        f"torch {environment['torch']}",
+        f"Triton {environment['triton']}",
+    )
+    commit = environment.get("commit", "unknown")
+    return f"{', '.join(shown)}, commit {commit[:12]}{commit[40:]}, `bench/results/{name}`"
 
 
 def rendered(text: str, part: str, script: str) -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import read_lines, read_rival, rendered, short, write_lines
+from common import provenance, read_lines, read_rival, rendered, write_lines
 from torch import Tensor
 
 import lowgmm
@@ -104,8 +104,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
     """The README's table."""
     env = head["environment"]
     out = [
-        f"{env['cpu']}, {env['threads']} threads, torch {env['torch']}, commit {short(env['commit'])}, "
-        f"`bench/results/{name}`.",
+        provenance(name, env, env["cpu"], f"{env['threads']} threads", f"torch {env['torch']}") + ".",
         "",
         "| N = K | tokens per expert | µs per expert | × bf16 loop | × fp32 loop | of a plain read of the weights |",
         "|---|---|---|---|---|---|",

@@ -29,12 +29,12 @@ from common import (
     distinct,
     median_us,
     problem_of,
+    provenance,
     read_lines,
     read_rival,
     rendered,
     require_gpu,
     share,
-    short,
 )
 from plot import gmm_report
 
@@ -87,11 +87,10 @@ def run_case(case: GmmCase, formats: list[str], machine: roofline.Machine, secon
 
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """The document's table: each case against what bounds it."""
-    env, rates = head["environment"], head["dense_rates"]
-    dense = ", ".join(f"{format} {rate / 1e15:.2f} PFLOP/s" for format, rate in rates.items())
+    dense = ", ".join(f"{format} {rate / 1e15:.2f} PFLOP/s" for format, rate in head["dense_rates"].items())
     out = [
-        f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {short(env['commit'])}, "
-        f"`bench/results/{name}`; read {head['read_bandwidth'] / 1e12:.2f} TB/s, torch's dense matmul {dense}.",
+        f"{provenance(name, head['environment'])}; "
+        f"read {head['read_bandwidth'] / 1e12:.2f} TB/s, torch's dense matmul {dense}.",
         "",
         "| case | format | µs | bound by | TB/s | TFLOP/s | of a plain read | of torch's dense matmul |",
         "|---|---|---|---|---|---|---|---|",

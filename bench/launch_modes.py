@@ -27,6 +27,7 @@ from common import (
     distinct,
     median_us,
     problem_of,
+    provenance,
     read_lines,
     rendered,
     require_gpu,
@@ -113,11 +114,10 @@ def shown(lines: Sequence[dict[str, Any]]) -> dict[tuple[str, str], dict[str, di
 
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """The document's part that comes from a result file: a table, and what it says of the article's claim."""
-    env, table = head["environment"], shown(lines)
+    table = shown(lines)
     order = [launch for launch in ORDER if any(launch in by for by in table.values())]
-    what = f"{env['device_name']}, torch {env['torch']}, Triton {env['triton']}, commit {env.get('commit', '?')[:12]}"
     out = [
-        f"{what}, `bench/results/{name}`. µs, and in brackets the share of the roof; the fastest is bold.",
+        f"{provenance(name, head['environment'])}. µs, and in brackets the share of the roof; the fastest is bold.",
         "",
         f"| sizes | format | {' | '.join(order)} |",
         f"|---|---|{'---|' * len(order)}",

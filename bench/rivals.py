@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import rivals_layer
-from common import geomean, read_lines, rendered, short, write_lines
+from common import geomean, provenance, read_lines, rendered, write_lines
 from rivals_layer import OURS
 
 from lowgmm.workloads import GMM_CASES
@@ -73,13 +73,11 @@ def convert_gmm(results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return lines
 
 
-def provenance(name: str, head: dict[str, Any]) -> str:
-    env, versions = head["environment"], head["rivals"]
-    return (
-        f"{env['device_name']}, torch {versions['torch']}, Triton {versions['triton']}, vLLM {versions['vllm']}, "
-        f"DeepGEMM {versions['deep_gemm']}, commit {short(env['commit'])}, "
-        f"`bench/results/{name}`. "
-    )
+def heading(name: str, head: dict[str, Any]) -> str:
+    versions = head["rivals"]
+    shown = {"torch": "torch", "Triton": "triton", "vLLM": "vllm", "DeepGEMM": "deep_gemm"}
+    machine = (head["environment"]["device_name"], *(f"{word} {versions[key]}" for word, key in shown.items()))
+    return f"{provenance(name, head['environment'], *machine)}. "
 
 
 COLUMNS = ((("int8", "fp8"), EIGHT_BIT), (("bf16",), ("bf16",)))
@@ -89,7 +87,7 @@ COLUMNS = ((("int8", "fp8"), EIGHT_BIT), (("bf16",), ("bf16",)))
 def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
     """A run's table, and its means."""
     out = [
-        f"{provenance(name, head)}µs sustained; × is the rival's time by ours, sustained / burst.",
+        f"{heading(name, head)}µs sustained; × is the rival's time by ours, sustained / burst.",
         "",
         "| case | fastest 8-bit rival | INT8 | FP8 | fastest bf16 rival | bf16 |",
         "|---|---|---|---|---|---|",
@@ -192,7 +190,7 @@ def documents(folder: Path) -> dict[Path, str]:
     text = rendered(text, render(PRODUCTS, *read_lines(folder / PRODUCTS)), f"rivals.py from {PRODUCTS}")
     for name in LAYERS:
         head, lines = read_lines(folder / name)
-        part = f"{provenance(name, head)}µs; × is the rival's time by ours.\n\n{rivals_layer.render(lines)}"
+        part = f"{heading(name, head)}µs; × is the rival's time by ours.\n\n{rivals_layer.render(lines)}"
         text = rendered(text, part, f"rivals.py from {name}")
     readme = README.read_text(encoding="utf-8")
     for name, part_of in ((PRODUCTS, headline), (LAYERS[0], rivals_layer.headline)):

@@ -50,7 +50,8 @@ def report(asm: dict[str, Any], shared: int) -> dict[str, int]:
     if "amdgcn" in asm:
         text = asm["amdgcn"]
         spills = sum(int(n) for n in re.findall(r"\.vgpr_spill_count:\s+(\d+)", text))
-        return {"shared": shared, "mfma": len(re.findall(r"v_mfma", text)), "spills": spills}
+        counts = {"mfma": len(re.findall(r"v_mfma", text)), "spills": spills}
+        return {"shared": shared, "idle_barriers": idle_barriers(asm["ttgir"]), **counts}
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as f:
         f.write(asm["cubin"])

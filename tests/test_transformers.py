@@ -33,7 +33,31 @@ FAMILIES = {
     "qwen3_moe": {"moe_intermediate_size": WIDTH, "intermediate_size": 96, "num_experts": 8, "head_dim": 16},
     "mixtral": {"intermediate_size": WIDTH, "num_local_experts": 8, "head_dim": 16},
     "olmoe": {"intermediate_size": WIDTH, "num_experts": 8},
+    "qwen2_moe": {"moe_intermediate_size": WIDTH, "shared_expert_intermediate_size": WIDTH, "num_experts": 8},
+    "deepseek_v3": {
+        "moe_intermediate_size": WIDTH,
+        "intermediate_size": 96,
+        "n_routed_experts": 8,
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+        "num_key_value_heads": 4,
+    },
+    "glm4_moe": {
+        "moe_intermediate_size": WIDTH,
+        "intermediate_size": 96,
+        "n_routed_experts": 8,
+        "first_k_dense_replace": 0,
+        "head_dim": 16,
+    },
+    "phimoe": {"intermediate_size": WIDTH, "num_local_experts": 8},
 }
+"""Those that the README says work."""
 IDS = torch.arange(3, 37).view(2, 17)
 
 
@@ -261,8 +285,9 @@ def test_compiled_experts_give_the_same():
 
 def test_models_whose_experts_are_not_dispatched_are_refused():
     assert integration.check_model(tiny_model()) == 2
-    with pytest.raises(integration.UnsupportedExpertsError, match="has no experts that go through"):
-        integration.check_model(torch.nn.Linear(2, 2))
+    llama = {"intermediate_size": WIDTH, "intermediate_size_mlp": 96, "num_local_experts": 8, "head_dim": 16}
+    with pytest.raises(integration.UnsupportedExpertsError, match="Llama4ForCausalLM has no experts that go through"):
+        integration.check_model(tiny_model("llama4_text", **llama))
     with pytest.raises(integration.UnsupportedExpertsError, match="GptOssExperts"):
         integration.check_model(
             tiny_model("gpt_oss", intermediate_size=WIDTH, num_local_experts=8, head_dim=16, sliding_window=16)

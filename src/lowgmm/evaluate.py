@@ -176,6 +176,12 @@ def audit(
     with _restored(model):
         for ids in windows.split(batch):
             logits, router = _forward(model, ids, reference)
+            if (found := len(dispatched(model))) < len(router):
+                raise UnsupportedError(
+                    f"audit: {type(model).__name__} has {len(router)} mixture-of-experts layers, but transformers runs "
+                    f"the experts of {found} of them by the name of an implementation: the others would be compared "
+                    "with themselves."
+                )
             chosen, near = router.topk(top_k, -1).indices, router_gap(router, top_k) < NEAR_TIE
             num_experts = router.shape[-1]
             counts = torch.stack([c.flatten().bincount(minlength=num_experts) for c in chosen]).double()
@@ -194,11 +200,6 @@ def audit(
             if progress is not None:
                 progress(len(ids))
     assert load is not None
-    if (found := len(dispatched(model))) < load.shape[0]:
-        raise UnsupportedError(
-            f"audit: {type(model).__name__} has {load.shape[0]} mixture-of-experts layers, but transformers runs the "
-            f"experts of {found} of them by the name of an implementation: the others were not compared."
-        )
     tokens, layers = windows.numel(), load.shape[0]
     predicted = tokens - windows.shape[0]
     base = math.exp(sums[reference].nll / predicted)

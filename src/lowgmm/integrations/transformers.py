@@ -18,8 +18,8 @@ where a model's experts do not go through its experts interface (Llama-4's do no
 
 Nothing else of the model changes. Weights are quantised at the first forward pass and kept until the module goes away
 or its weights change (writes through ``.data`` cannot be noticed); the model's own tensors stay as they are, so memory
-grows by the copy. For inference: gradients do not pass through, and a
-model in training mode is refused. Needs transformers >= 5.17.
+grows by the copy. For inference: gradients do not pass through, and a model in training mode is refused.
+Needs transformers >= 5.17.
 """
 
 from __future__ import annotations
