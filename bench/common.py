@@ -19,13 +19,13 @@ from torch import Tensor
 
 import lowgmm
 from lowgmm import environment, native, timing
-from lowgmm.formats import FORMATS
+from lowgmm.formats import FORMATS, QuantTensor
 from lowgmm.testing import Operands, draw_operands, judge
 from lowgmm.tune import Problem, TileConfig
 from lowgmm.workloads import GmmCase
 
 CUDA = torch.device("cuda")
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items()} | {"bf16": torch.bfloat16}
 OUT = torch.bfloat16
 
 
@@ -41,7 +41,8 @@ def require_gpu() -> None:
 
 
 def problem_of(case: GmmCase, format: str) -> Problem:
-    return Problem(case.E, case.M, case.N, case.K, DTYPES[format], OUT)
+    group = FORMATS[format].group or 0 if format in FORMATS else 0
+    return Problem(case.E, case.M, case.N, case.K, DTYPES[format], OUT, group)
 
 
 def operands_of(case: GmmCase, format: str) -> Operands:
@@ -54,19 +55,19 @@ class Loaded:
 
     def __init__(self, case: GmmCase, format: str) -> None:
         first = operands_of(case, format)
-        copies = timing.weight_sets(first.w.numel() * first.w.element_size(), CUDA)
+        copies = timing.weight_sets(first.w.numel() * problem_of(case, format).weight_size, CUDA)
         self.sets = [first, *(replace(first, w=first.w.clone()) for _ in range(copies - 1))]
+        self.weights = [o.weights for o in self.sets]
         self.offsets = first.offsets
         self.exact, self.baseline = first.exact(), first.baseline(OUT)
 
     def rival(self, name: str, config: TileConfig | None = None) -> timing.Rival:
         """``gmm`` with a configuration, or with what is picked; every output is checked against the fp64 oracle."""
-        return timing.Rival(name, [partial(self._call, o, config) for o in self.sets], self._check)
+        calls = [partial(self._call, o, w, config) for o, w in zip(self.sets, self.weights, strict=True)]
+        return timing.Rival(name, calls, self._check)
 
-    def _call(self, o: Operands, config: TileConfig | None) -> Tensor:
-        return lowgmm.gmm(
-            o.x, o.weights, o.scales_x, expert_offsets=self.offsets, out_dtype=OUT, config=config, impl="triton"
-        )
+    def _call(self, o: Operands, w: Tensor | QuantTensor, config: TileConfig | None) -> Tensor:
+        return lowgmm.gmm(o.x, w, o.scales_x, expert_offsets=self.offsets, out_dtype=OUT, config=config, impl="triton")
 
     def _check(self, _: int, y: Tensor) -> None:
         verdict = judge(y, self.exact, self.baseline)

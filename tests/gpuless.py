@@ -28,6 +28,7 @@ from lowgmm.gpu import Gpu
 from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
 from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.kernels.hopper_read import box_of
+from lowgmm.kernels.nibbles import step_of
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
@@ -36,6 +37,7 @@ ELEMENT = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",
     torch.float32: "fp32",
+    torch.uint8: "i8",
 }
 TARGETS = {
     "sm80": GPUTarget("cuda", 80, 32),
@@ -125,10 +127,14 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
             "EVEN_K": problem.K % bk == 0,
             "ACC": tl.int32 if integer else tl.float32,
             "PROMOTE": min(promote, bk),
+            "GROUP": problem.group if problem.four_bits else None,
+            "WORDS": target.backend == "cuda",
+            "SCALED_W": scaled and not problem.group,
         }
         x = w = f"*{element}"
         if config.tma:
-            x, w = (f"tensordesc<{element}[{rows}, {bk}]>" for rows in (bm, bn))
+            loaded = step_of(problem.group, bk) if problem.four_bits else bk
+            x, w = (f"tensordesc<{element}[{rows}, {loaded}]>" for rows in (bm, bn))
         kernel, source_type = grouped_mm_kernel, ASTSource
     types = {"x": x, "w": w, "y": "*bf16", "scales_x": "*fp32", "scales_w": "*fp32"}
     types |= dict.fromkeys(("offsets", "table", "ticket"), "*i32") | dict.fromkeys(constants, "constexpr")
@@ -151,7 +157,7 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         dtype = getattr(torch, request["dtype"])
-        problem = Problem(*(request[name] for name in "EMNK"), dtype)
+        problem = Problem(*(request[name] for name in "EMNK"), dtype, group=request.get("group", 0))
         print(json.dumps(compile_grouped_mm(problem, TileConfig.parse(request["config"]), TARGETS[request["target"]])))
 
 

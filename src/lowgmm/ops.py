@@ -198,7 +198,7 @@ def _gmm_into(
     tile = None if config is None else TileConfig.parse(config)
     with on_device(out.device):
         _triton_backend().grouped_mm(
-            out, x, weights[0], scales_x, scales_w, offsets.int().contiguous(), bias, tile, fast_accum=fast_accum
+            out, x, weights[-1], scales_x, scales_w, offsets.int().contiguous(), bias, tile, fast_accum=fast_accum
         )
 
 

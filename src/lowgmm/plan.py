@@ -142,6 +142,8 @@ def supports(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> str | None
         return why
     if gpu.fnuz and fmt is not None and not fmt.exact:
         return f"{gpu.name} multiplies e4m3fnuz, and the layer's kernels quantise to e4m3fn."
+    if fmt is not None and fmt.bits == 4:
+        return "the layer's kernels multiply int8, float8_e4m3fn and bfloat16; 4-bit weights run as a sequence."
     if fmt is None and problem.dtype in (torch.float16, torch.float32):
         return f"the layer's kernels multiply int8, float8_e4m3fn and bfloat16, not {problem.dtype}."
     if problem.E > MAX_BINS:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lowgmm import reference
-from lowgmm.formats import FLOATS, QuantTensor, format_of, get_format, pack_nibbles, scale_per_element
+from lowgmm.formats import FLOATS, QuantFormat, QuantTensor, format_of, get_format, pack_nibbles, scale_per_element
 from lowgmm.quant import quantize, quantize_rows
 
 FLOOR = 2.0**-9
@@ -107,19 +107,23 @@ def draw_operands(
     floats = {str(d).removeprefix("torch."): d for d in FLOATS}
     fmt = None if dtype in floats else get_format(dtype)
 
-    def values(*shape: int) -> Tensor:
+    def values(fmt: QuantFormat | None, *shape: int) -> Tensor:
         if fmt is not None and fmt.exact:
-            return torch.randint(-127, 128, shape, generator=g, device=device, dtype=torch.int8)
+            most = int(fmt.qmax)
+            return torch.randint(-most, most + 1, shape, generator=g, device=device, dtype=torch.int8)
         drawn = torch.randn(shape, generator=g, device=device, dtype=torch.bfloat16)
         return drawn.mul_(64).to(fmt.dtype) if fmt is not None else drawn.to(floats[dtype])
 
     rows, experts = sum(sizes), len(sizes)
     counts = torch.tensor(list(sizes), dtype=torch.int32, device=device)
-    x, w = values(rows, k_size), values(experts, n_size, k_size)
+    x = values(fmt and fmt.activations, rows, k_size)
+    w = values(fmt, experts, n_size, k_size)
     if fmt is None:
         return Operands(x, w.mul_(k_size**-0.5), None, None, counts)
+    blocks = fmt.blocks(k_size)
     scales_x = torch.rand(rows, generator=g, device=device) + 0.5
-    return Operands(x, w, scales_x, torch.rand(experts, n_size, generator=g, device=device) + 0.5, counts)
+    scales_w = torch.rand((experts, n_size, blocks)[: 2 + (blocks > 1)], generator=g, device=device) + 0.5
+    return Operands(x, w, scales_x, scales_w, counts, dtype if fmt.bits == 4 else None)
 
 
 @dataclass(frozen=True)

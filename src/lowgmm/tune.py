@@ -36,8 +36,10 @@ class Problem:
     N: int
     K: int
     dtype: torch.dtype
-    """dtype of both operands in the matrix instruction."""
+    """dtype of both operands; uint8: of 4-bit weights, two to a byte, for INT8 activations."""
     out_dtype: torch.dtype = torch.bfloat16
+    group: int = 0
+    """Elements along K that share a scale of 4-bit weights; 0: all of them."""
 
     @property
     def rows_per_expert(self) -> float:
@@ -45,12 +47,24 @@ class Problem:
 
     @property
     def element_size(self) -> int:
+        """Bytes of an activation."""
         return self.dtype.itemsize
+
+    @property
+    def four_bits(self) -> bool:
+        return self.dtype == torch.uint8
+
+    @property
+    def weight_size(self) -> float:
+        """Bytes of a weight."""
+        return 0.5 if self.four_bits else self.element_size
 
     @property
     def format(self) -> str:
         """What tables call the operands: both 16-bit types run alike."""
         fmt = format_of(self.dtype)
+        if self.group:
+            return f"int4_g{self.group}"
         return fmt.name if fmt is not None else "fp32" if self.element_size == 4 else "bf16"
 
     @property
@@ -133,10 +147,15 @@ class TileConfig:
             *(bm, bn, config.block_k, config.swap_ab), launch="persistent", num_warps=8, num_stages=stages
         )
 
-    def shared_memory(self, element_size: int, out_size: int) -> int:
+    def pipeline(self, problem: Problem) -> int:
+        """Bytes of the operands that are on their way at a time."""
+        row = self.block_m * problem.element_size + self.block_n * problem.weight_size
+        return int(row * self.block_k) * self.num_stages
+
+    def shared_memory(self, problem: Problem) -> int:
         """Bytes of shared memory: the operand pipeline, and beside it (a flattened loop loads the next tile meanwhile)
         the output tile on its way to a coalesced store, and barriers."""
-        pipeline = (self.block_m + self.block_n) * self.block_k * element_size * self.num_stages
+        pipeline, out_size = self.pipeline(problem), problem.out_dtype.itemsize
         if self.warp_specialize:
             return pipeline + 2 * 64 * self.block_m * out_size + 16 * self.block_m + 16 * self.num_stages + 512
         return pipeline + self.block_m * self.block_n * out_size + 256
@@ -161,8 +180,8 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
     if config.tma:
         if not gpu.tma:
             return f"{gpu.name} has no TMA; use a configuration without it."
-        if problem.K * problem.element_size % 16:
-            return f"TMA needs rows that are a multiple of 16 bytes; K={problem.K} of {problem.dtype} is not."
+        if problem.K * problem.weight_size % 16:
+            return f"TMA needs rows that are a multiple of 16 bytes; K={problem.K} of {problem.format} is not."
     if config.warp_specialize:
         if (gpu.backend, gpu.capability) != ("cuda", (9, 0)):
             return f"warp-specialised tiles use Hopper's warpgroup instructions, which {gpu.name} lacks."
@@ -176,7 +195,11 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return "warp-specialised tiles need 2 stages: a slot is emptied once the next one has been multiplied."
         if problem.element_size > 2 or config.block_k * problem.element_size % 128:
             return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
-    need = config.shared_memory(problem.element_size, problem.out_dtype.itemsize)
+    if problem.four_bits and (config.warp_specialize or not config.swap_ab):
+        return "4-bit weights are unpacked in registers, so they go on the M side: '-swap', without '-ws'."
+    if problem.four_bits and config.block_k % (whole := max(problem.group, 64)):
+        return f"4-bit weights with {problem.group or 'all'} of K to a scale need block_k of a multiple of {whole}."
+    need = config.shared_memory(problem)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
     return None
@@ -197,6 +220,22 @@ UNMEASURED = {
 EXACT_FP32 = ("16x64x32-persistent2-4w2s", "64x64x32-persistent2-4w2s")
 """The fp32 path runs on the CUDA cores: small tiles, no tensor-core layout to respect."""
 
+NIBBLES = (
+    "16x128x256-swap-tma-persistent2-4w4s",
+    "32x128x256-swap-tma-persistent2-4w4s",
+    "64x128x256-swap-tma-persistent2-4w4s",
+    "128x128x128-swap-tma-persistent1-8w4s",
+)
+"""Candidates of 4-bit weights with a scale per channel."""
+
+NIBBLES_GROUPED = (
+    "16x128x256-swap-tma-persistent2-4w4s",
+    "32x128x128-swap-tma-persistent2-4w4s",
+    "64x128x128-swap-tma-persistent2-4w4s",
+    "128x128x128-swap-tma-persistent1-8w4s",
+)
+"""Of those with a scale per group."""
+
 MAX_CANDIDATES = 8
 """Per format: the most that is ever compiled for one layer, whatever the number of tokens."""
 
@@ -208,6 +247,8 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
     """
     if problem.dtype == torch.float32:
         texts: tuple[str, ...] = EXACT_FP32
+    elif problem.four_bits:
+        texts = NIBBLES_GROUPED if problem.group else NIBBLES
     elif gpu.backend == "cuda" and gpu.capability[0] == 9:
         texts = (table or tune_cache.nearest(gpu.name)).candidates[problem.format]
     else:
@@ -221,7 +262,7 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
 
 def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
     """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
-    if config.tma and (not gpu.tma or problem.K * problem.element_size % 16):
+    if config.tma and (not gpu.tma or problem.K * problem.weight_size % 16):
         config = config.by_pointers()
     if config.warp_specialize and supports(problem, replace(config, num_stages=2), gpu) is not None:
         config = config.portable()
@@ -338,7 +379,7 @@ def model(
     m_side, n_side = (bn, bm) if config.swap_ab else (bm, bn)
     area = max(m_side, WGMMA_ROWS) * max(n_side, rates.narrow)
     mma = 2 * area * config.block_k / (rates.mma / (size if size < 4 else FP32_SLOWER))
-    load = (bm + bn) * config.block_k * size / rates.l2
+    load = config.pipeline(problem) / config.num_stages / rates.l2
     promote = 0.0
     if size == 1 and problem.dtype.is_floating_point:
         promote = rates.promote * bm * bn / 128 * max(1, config.block_k / 128)
@@ -353,14 +394,14 @@ def model(
     if config.launch == "expert":
         on_sm = max(on_sm, largest * columns * span)
     on_sm *= factors.get(problem.format, {}).get(str(config), 1.0)
-    moved = active * problem.N * problem.K * size + problem.M * (problem.K * size + problem.N * out_size)
+    moved = active * problem.N * problem.K * problem.weight_size + problem.M * (problem.K * size + problem.N * out_size)
     joined = ((moved / rates.dram) ** rates.blend + on_sm**rates.blend) ** (1 / rates.blend)
     return rates.launch + float(joined)
 
 
 def resident(problem: Problem, config: TileConfig, gpu: Gpu) -> int:
     """Programs of one SM that run at a time: what was asked for, shared memory and threads allowing."""
-    shared = (config.block_m + config.block_n) * config.block_k * problem.element_size * config.num_stages + 1024
+    shared = config.pipeline(problem) + 1024
     registers = config.block_m * config.block_n + 96 * 32 * config.num_warps  # the accumulator and everything else
     fits = max(1, min(gpu.shared_memory // shared, REGISTERS // registers, 64 // config.num_warps))
     return min(fits, config.programs_per_sm) if config.launch in ("persistent", "queue") else fits

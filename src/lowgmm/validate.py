@@ -100,10 +100,6 @@ def _check_operands(op: str, name: str, operands: list[Tensor], impl: str) -> Qu
     packed = len(operands) > 1 and not (four_bits and operands[1].dim() == 3)
     if packed and impl != "auto":
         raise UnsupportedError(f"{op}: impl={impl!r} needs plain {name}; these were packed for the CPU.")
-    if four_bits and (impl == "triton" or operands[0].device.type not in ("cpu", "meta")):
-        raise UnsupportedError(
-            f"{op}: int4 {name} are not supported on cuda yet, only by the CPU backend. Quantise to int8 or fp8 there."
-        )
     return fmt
 
 

@@ -8,7 +8,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from lowgmm.formats import group_size
 from lowgmm.gpu import Gpu, describe
+from lowgmm.kernels.nibbles import accumulate_nibbles, planes, step_of
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
@@ -49,6 +51,8 @@ def one_tile(
     STAGES: tl.constexpr,
     ACC: tl.constexpr,
     PROMOTE: tl.constexpr,
+    GROUP: tl.constexpr,
+    WORDS: tl.constexpr,
     SCALED_X: tl.constexpr,
     SCALED_W: tl.constexpr,
     BIAS: tl.constexpr,
@@ -57,10 +61,16 @@ def one_tile(
     would break the loop nest's pipelining) and are stored as zeros."""
     live = expert < E
     expert = tl.minimum(expert, E - 1)
-    acc = accumulate(
-        x, w, expert, row, end, n_tile, N, K, stride_xm, stride_we, stride_wn,
-        BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE,
-    )  # fmt: skip
+    if GROUP is not None:
+        acc = accumulate_nibbles(
+            x, w, scales_w, expert, row, end, n_tile, N, K, stride_xm, stride_we, stride_wn,
+            BM, BN, BK, TMA, EVEN_K, STAGES, GROUP, WORDS,
+        )  # fmt: skip
+    else:
+        acc = accumulate(
+            x, w, expert, row, end, n_tile, N, K, stride_xm, stride_we, stride_wn,
+            BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE,
+        )  # fmt: skip
     store(
         acc, y, scales_x, scales_w, bias, expert, live, row, end, n_tile, N, stride_ym,
         BM, BN, SWAP, SCALED_X, SCALED_W, BIAS,
@@ -73,7 +83,7 @@ def grouped_mm_kernel(
     w,  # (E, N, K): descriptor or pointer
     y,  # (M, N)
     scales_x,  # (M,) float32
-    scales_w,  # (E, N) float32
+    scales_w,  # (E, N) float32; (E, N, k) with GROUP
     bias,  # (E, N)
     offsets,  # (E+1,) int32
     table,  # (GROUPS,) int32: scratch for tiles.count_tiles
@@ -97,8 +107,10 @@ def grouped_mm_kernel(
     STAGES: tl.constexpr,
     ACC: tl.constexpr,
     PROMOTE: tl.constexpr,
+    GROUP: tl.constexpr,  # of 4-bit weights, see nibbles.accumulate_nibbles; else None
+    WORDS: tl.constexpr,
     SCALED_X: tl.constexpr,
-    SCALED_W: tl.constexpr,
+    SCALED_W: tl.constexpr,  # by channel, behind the sum
     BIAS: tl.constexpr,
 ):
     """Tiles are numbered expert by expert (``tiles.find_tile``), and handed out in one of four ways.
@@ -121,7 +133,8 @@ def grouped_mm_kernel(
                 one_tile(
                     x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
                     stride_xm, stride_we, stride_wn, stride_ym,
-                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, GROUP, WORDS,
+                    SCALED_X, SCALED_W, BIAS,
                 )  # fmt: skip
     else:
         total = count_tiles(offsets, table, M, E, BM, GROUPS) * tiles_n
@@ -133,7 +146,8 @@ def grouped_mm_kernel(
                 one_tile(
                     x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
                     stride_xm, stride_we, stride_wn, stride_ym,
-                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, GROUP, WORDS,
+                    SCALED_X, SCALED_W, BIAS,
                 )  # fmt: skip
                 tile = next_tile
             # One ticket is drawn per tile; who draws the last leaves the counter as it was found.
@@ -146,7 +160,8 @@ def grouped_mm_kernel(
                 one_tile(
                     x, w, y, scales_x, scales_w, bias, expert, row, end, n_tile, E, N, K,
                     stride_xm, stride_we, stride_wn, stride_ym,
-                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, SCALED_X, SCALED_W, BIAS,
+                    BM, BN, BK, SWAP, TMA, EVEN_K, STAGES, ACC, PROMOTE, GROUP, WORDS,
+                    SCALED_X, SCALED_W, BIAS,
                 )  # fmt: skip
 
 
@@ -167,14 +182,21 @@ def grouped_mm(
     *,
     fast_accum: bool = False,
 ) -> None:
-    """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups. Operands have one dtype and unit stride along K; everything is
-    on one device."""
+    """``out[M, N] = X[M, K] @ W[E, N, K].T`` by groups; everything is on one device.
+
+    Operands have one dtype; or ``w`` is uint8 [E, N, K/2], two 4-bit values to a byte, ``x`` int8, and ``scales_w``
+    [E, N], or [E, N, k] with k groups along K.
+    """
     (num_rows, k_size), (num_experts, n_size) = x.shape, w.shape[:2]
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
-    gpu = describe(x.device)
+    gpu, dtype, group = describe(x.device), w.dtype, None
+    if dtype == torch.uint8:
+        x, w, group = planes(x), w.view(torch.int8), 0
+        if scales_w is not None and scales_w.dim() == 3:
+            group, scales_w = group_size(k_size, scales_w.shape[2]), scales_w.contiguous()
     if gpu.fnuz and x.dtype == torch.float8_e4m3fn:
         x, w, scales_x, scales_w = as_fnuz(x, w, scales_x, scales_w)
-    problem = Problem(num_experts, num_rows, n_size, k_size, x.dtype, out.dtype)
+    problem = Problem(num_experts, num_rows, n_size, k_size, dtype, out.dtype, group or 0)
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
@@ -190,6 +212,7 @@ def grouped_mm(
         hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, counters(x.device), config, gpu.sms, promote)
         return
     bm, bn, bk = config.block_m, config.block_n, config.block_k
+    loaded = bk if group is None else step_of(group, bk)  # bytes or elements of a row at a time
     if config.launch == "expert":
         programs = num_experts + 1
     else:
@@ -209,15 +232,19 @@ def grouped_mm(
         config.num_stages,
         tl.float32 if x.dtype.is_floating_point else tl.int32,
         min(promote, bk),
+        group,
+        gpu.backend == "cuda" and not gpu.interpreted,
         scales_x is not None,
-        scales_w is not None,
+        scales_w is not None and not group,
         bias is not None,
     )
     launch(
         grouped_mm_kernel,
         programs,
-        descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, bk]) if config.tma else x,
-        descriptor(TensorDescriptor, w, (num_experts * n_size, k_size), (k_size, 1), [bn, bk]) if config.tma else w,
+        descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, loaded]) if config.tma else x,
+        descriptor(TensorDescriptor, w, (num_experts * n_size, w.shape[2]), (w.shape[2], 1), [bn, loaded])
+        if config.tma
+        else w,
         *(out, scales_x, scales_w, bias, offsets),
         empty((groups,), torch.int32, x.device),
         counters(x.device) if config.launch == "queue" else None,
