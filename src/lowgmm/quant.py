@@ -89,7 +89,9 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
         raise ShapeError(f"quantize: K={K} is odd, but two {fmt.name} values share a byte: pad w with a zero column.")
     blocks = fmt.blocks(K)
     values = torch.empty((E, N, K * fmt.bits // 8), dtype=fmt.dtype, device=w.device)
-    scales = torch.empty((E, N) if blocks == 1 else (E, N, blocks), dtype=torch.float32, device=w.device)
+    # Kernels read a group's scales of neighbouring channels, so those are neighbours in memory.
+    scales = torch.empty((E, N) if blocks == 1 else (E, blocks, N), dtype=torch.float32, device=w.device)
+    scales = scales if blocks == 1 else scales.mT
     for e in range(E):
         if blocks == 1:
             codes, scales[e] = quantize_rows(w[e], fmt)

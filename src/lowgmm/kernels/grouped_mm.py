@@ -83,7 +83,7 @@ def grouped_mm_kernel(
     w,  # (E, N, K): descriptor or pointer
     y,  # (M, N)
     scales_x,  # (M,) float32
-    scales_w,  # (E, N) float32; (E, N, k) with GROUP
+    scales_w,  # (E, N) float32; (E, k, N) with GROUP
     bias,  # (E, N)
     offsets,  # (E+1,) int32
     table,  # (GROUPS,) int32: scratch for tiles.count_tiles
@@ -193,7 +193,7 @@ def grouped_mm(
     if dtype == torch.uint8:
         x, w, group = planes(x), w.view(torch.int8), 0
         if scales_w is not None and scales_w.dim() == 3:
-            group, scales_w = group_size(k_size, scales_w.shape[2]), scales_w.contiguous()
+            group, scales_w = group_size(k_size, scales_w.shape[2]), scales_w.mT.contiguous()
     if gpu.fnuz and x.dtype == torch.float8_e4m3fn:
         x, w, scales_x, scales_w = as_fnuz(x, w, scales_x, scales_w)
     problem = Problem(num_experts, num_rows, n_size, k_size, dtype, out.dtype, group or 0)

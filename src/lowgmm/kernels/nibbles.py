@@ -47,7 +47,7 @@ def as_float(sums):
 def accumulate_nibbles(
     x,  # TMA: descriptor [BM, STEP] over (M, K); else pointer; a row has even K first, then odd K
     w,  # TMA: descriptor [BN, STEP] over (E·N, K/2); else pointer (E, N, K/2), strides stride_we, stride_wn
-    scales_w,  # with GROUP: (E, N, ceil(K/GROUP)) float32
+    scales_w,  # with GROUP: (E, ceil(K/GROUP), N) float32
     expert,
     row,
     end,
@@ -82,7 +82,7 @@ def accumulate_nibbles(
         x_ptrs = x + rm[None, :] * stride_xm + byte[:, None]
         w_ptrs = w + expert.to(tl.int64) * stride_we + rn[:, None] * stride_wn + byte[None, :]
     if GROUP:
-        s_ptrs = scales_w + (expert.to(tl.int64) * N + rn) * tl.cdiv(K, GROUP)
+        s_ptrs = scales_w + expert.to(tl.int64) * tl.cdiv(K, GROUP) * N + rn
     for start in tl.range(0, half, BK // 2, num_stages=STAGES):
         for part in tl.static_range(BK // 2 // STEP):
             k = start + part * STEP
@@ -106,7 +106,7 @@ def accumulate_nibbles(
             elif 2 * STEP == GROUP:
                 sums = tl.dot(low, even, out_dtype=tl.int32)
                 sums = tl.dot(high, odd, sums, out_dtype=tl.int32)
-                scale = tl.load(s_ptrs + k // (GROUP // 2), mask=k < half, other=0.0)
+                scale = tl.load(s_ptrs + k // (GROUP // 2) * N, mask=k < half, other=0.0)
                 acc += as_float(sums) * scale[:, None]
             else:
                 for i in tl.static_range(2 * STEP // GROUP):
@@ -115,7 +115,7 @@ def accumulate_nibbles(
                     sums = tl.dot(tl.where(mine, low, 0), even, out_dtype=tl.int32)
                     sums = tl.dot(tl.where(mine, high, 0), odd, sums, out_dtype=tl.int32)
                     at = k + first
-                    scale = tl.load(s_ptrs + at // (GROUP // 2), mask=at < half, other=0.0)
+                    scale = tl.load(s_ptrs + at // (GROUP // 2) * N, mask=at < half, other=0.0)
                     acc += as_float(sums) * scale[:, None]
     if GROUP == 0:
         acc = acc >> 4
