@@ -28,7 +28,6 @@ from lowgmm.gpu import Gpu
 from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
 from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.kernels.hopper_read import box_of
-from lowgmm.kernels.nibbles import step_of
 from lowgmm.tune import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
@@ -106,6 +105,7 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
         element = "fp8e4b8"
     promote = promote_every(problem.dtype, gpu_of(target))
     bm, bn, bk = config.block_m, config.block_n, config.block_k
+    group = problem.group if problem.four_bits else None
     constants: dict[str, Any] = {"BM": bm, "BN": bn, "BK": bk, "STAGES": config.num_stages, "BIAS": False}
     constants |= {"bias": None, "SCALED_X": scaled, "SCALED_W": scaled}
     if not scaled:
@@ -113,9 +113,10 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     if config.warp_specialize:
         layout, out = (NVMMASharedLayout(128, 8 * size, rank=2) for size in (problem.dtype.itemsize, 2))
         constants |= {"BOXES": BOXES, "OUT": out, "INT": integer, "PROMOTE": promote > 0}
+        constants |= {"GROUP": group, "SCALED_W": scaled and not problem.group}
         x, w = (
             f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
-            for rows, columns in (box_of(bm, bn, problem.dtype.itemsize), (64, bk))
+            for rows, columns in (box_of(bm, bn, problem.dtype.itemsize), (64, int(bk * problem.weight_size // problem.element_size)))
         )
         kernel, source_type = hopper_kernel, GluonASTSource
     else:
@@ -127,14 +128,15 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
             "EVEN_K": problem.K % bk == 0,
             "ACC": tl.int32 if integer else tl.float32,
             "PROMOTE": min(promote, bk),
-            "GROUP": problem.group if problem.four_bits else None,
+            "GROUP": group,
             "WORDS": target.backend == "cuda",
             "SCALED_W": scaled and not problem.group,
         }
         x = w = f"*{element}"
         if config.tma:
-            loaded = step_of(problem.group, bk) if problem.four_bits else bk
-            x, w = (f"tensordesc<{element}[{rows}, {loaded}]>" for rows in (bm, bn))
+            loaded = problem.group or bk
+            of_w = int(loaded * problem.weight_size // problem.element_size)
+            x, w = (f"tensordesc<{element}[{rows}, {n}]>" for rows, n in ((bm, loaded), (bn, of_w)))
         kernel, source_type = grouped_mm_kernel, ASTSource
     types = {"x": x, "w": w, "y": "*bf16", "scales_x": "*fp32", "scales_w": "*fp32"}
     types |= dict.fromkeys(("offsets", "table", "ticket"), "*i32") | dict.fromkeys(constants, "constexpr")
@@ -149,6 +151,8 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
     options = {"num_warps": config.num_warps}
     if not config.warp_specialize:
         options["num_stages"] = config.num_stages
+    if problem.four_bits:
+        options["enable_fp_fusion"] = False
     compiled = triton.compile(source, target=target, options=options)
     return report(compiled.asm, compiled.metadata.shared)
 

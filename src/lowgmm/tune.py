@@ -195,8 +195,10 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return "warp-specialised tiles need 2 stages: a slot is emptied once the next one has been multiplied."
         if problem.element_size > 2 or config.block_k * problem.element_size % 128:
             return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
-    if problem.four_bits and (config.warp_specialize or not config.swap_ab):
-        return "4-bit weights are unpacked in registers, so they go on the M side: '-swap', without '-ws'."
+    if problem.four_bits and not config.swap_ab:
+        return "4-bit weights are unpacked in registers, so they go on the M side: '-swap'."
+    if problem.four_bits and config.warp_specialize and config.block_n != 128:
+        return "4-bit weights have warp-specialised tiles with block_n 128 only."
     if problem.four_bits and config.block_k % (whole := max(problem.group, 64)):
         return f"4-bit weights with {problem.group or 'all'} of K to a scale need block_k of a multiple of {whole}."
     need = config.shared_memory(problem)

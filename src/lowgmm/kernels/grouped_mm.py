@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import group_size
 from lowgmm.gpu import Gpu, describe
-from lowgmm.kernels.nibbles import accumulate_nibbles, planes, step_of
+from lowgmm.kernels.nibbles import accumulate_nibbles
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
@@ -191,7 +191,7 @@ def grouped_mm(
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
     gpu, dtype, group = describe(x.device), w.dtype, None
     if dtype == torch.uint8:
-        x, w, group = planes(x), w.view(torch.int8), 0
+        w, group = w.view(torch.int8), 0
         if scales_w is not None and scales_w.dim() == 3:
             group, scales_w = group_size(k_size, scales_w.shape[2]), scales_w.mT.contiguous()
     if gpu.fnuz and x.dtype == torch.float8_e4m3fn:
@@ -209,10 +209,11 @@ def grouped_mm(
     if config.warp_specialize:
         from lowgmm.kernels.hopper import hopper_mm
 
-        hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, counters(x.device), config, gpu.sms, promote)
+        hopper_mm(out, x, w, scales_x, scales_w, offsets, bias, counters(x.device), config, gpu.sms, promote, group)
         return
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    loaded = bk if group is None else step_of(group, bk)  # bytes or elements of a row at a time
+    loaded = group or bk  # elements of a row at a time
+    of_w = loaded if group is None else loaded // 2
     if config.launch == "expert":
         programs = num_experts + 1
     else:
@@ -242,7 +243,7 @@ def grouped_mm(
         grouped_mm_kernel,
         programs,
         descriptor(TensorDescriptor, x, x.shape, (x.stride(0), 1), [bm, loaded]) if config.tma else x,
-        descriptor(TensorDescriptor, w, (num_experts * n_size, w.shape[2]), (w.shape[2], 1), [bn, loaded])
+        descriptor(TensorDescriptor, w, (num_experts * n_size, w.shape[2]), (w.shape[2], 1), [bn, of_w])
         if config.tma
         else w,
         *(out, scales_x, scales_w, bias, offsets),

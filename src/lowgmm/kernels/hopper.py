@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from lowgmm.kernels.hopper_nibbles import multiply_nibbles
 from lowgmm.kernels.hopper_read import box_of, boxes_of, expect, load_block, load_rows
 from lowgmm.kernels.hopper_write import channel_values, scaled, turn, write
 from lowgmm.kernels.tiles import BAND
@@ -143,6 +144,7 @@ def schedule(
 def produce(
     x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
+    PER_BYTE: gl.constexpr,
 ):  # fmt: skip
     """One warp: keep the ring of operands full, across tiles."""
     rows, ends, columns, experts, _sx = box
@@ -156,9 +158,9 @@ def produce(
         for k in range(0, K, BK):
             slot = step % STAGES
             mbarrier.wait(empty.index(slot), ((step // STAGES) & 1) ^ 1)
-            expect(x, xs, full, slot, boxes, BN)
+            expect(x, xs, full, slot, boxes, BN, PER_BYTE)
             for i in gl.static_range(BN // 64):
-                load_block(w, channel + 64 * i, k, ws0, ws1, full, slot, i, BN)
+                load_block(w, channel + 64 * i, k // PER_BYTE, ws0, ws1, full, slot, i, BN)
             load_rows(x, xs, full, slot, row, k, boxes)
             step += 1
         done += 1
@@ -260,7 +262,8 @@ def multiply(
 def consume(
     y, scales_w, bias, offsets, xs, ws, box, out, full, empty, posted, read, M, E, N, K, stride_ym,
     HALF: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, STAGES: gl.constexpr, BOXES: gl.constexpr,
-    INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr, BIAS: gl.constexpr,
+    GROUP: gl.constexpr, INT: gl.constexpr, PROMOTE: gl.constexpr, SCALED_X: gl.constexpr, SCALED_W: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """One warpgroup: its half of every tile's channels, in one or two blocks of 64, times all of the tile's rows."""
     rows, ends, columns, experts, sx = box
@@ -277,11 +280,17 @@ def consume(
         if BM <= 32:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
-        acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
+        if GROUP is None:
+            acc0, acc1 = begin(xs, ws, full, step, BM, BN, STAGES, ACC, INT, PROMOTE)
         if BM > 32 and not LATE:
             scale0 = channel_values(scales_w, expert, column, N, ACC, SCALED_W)
             scale1 = channel_values(scales_w, expert, column + 64, N, ACC, SCALED_W and TWO)
-        acc0, acc1, step = multiply(xs, ws, full, empty, acc0, acc1, step, K, BM, BN, BK, STAGES, ACC, PROMOTE)
+        if GROUP is None:
+            acc0, acc1, step = multiply(xs, ws, full, empty, acc0, acc1, step, K, BM, BN, BK, STAGES, ACC, PROMOTE)
+        else:
+            acc0, step = multiply_nibbles(
+                xs, ws, full, empty, scales_w, expert, column, step, N, K, BM, BK, STAGES, ACC, GROUP
+            )
         # Read again rather than kept: the loop above needs every register.
         row, end, expert = number(rows, at), number(ends, at), number(experts, at)
         column = number(columns, at) * BN + HALF * (BN // 2)  # a multiple of 64, so its channels are stored 8 at a time
@@ -309,10 +318,10 @@ def consume(
 @gluon.jit(do_not_specialize=["M", "E"])
 def hopper_kernel(
     x,  # descriptor ``box_of`` over (M, K)
-    w,  # descriptor [64, BK] over (E·N, K)
+    w,  # descriptor [64, BK] over (E·N, K); of 4-bit weights [64, BK/2] over (E·N, K/2) bytes
     y,  # (M, N), row stride stride_ym
     scales_x,  # (M,) float32
-    scales_w,  # (E, N) float32
+    scales_w,  # (E, N) float32; with GROUP > 0 (E, k, N)
     bias,  # (E, N)
     offsets,  # (E+1,) int32
     ticket,  # (1,) int32, zero before and after: the queue's counter
@@ -327,6 +336,7 @@ def hopper_kernel(
     STAGES: gl.constexpr,
     BOXES: gl.constexpr,
     OUT: gl.constexpr,  # layout of a block of results in shared memory
+    GROUP: gl.constexpr,  # of 4-bit weights: elements along K that share a scale, 0: all; None: no 4-bit weights
     INT: gl.constexpr,
     PROMOTE: gl.constexpr,
     SCALED_X: gl.constexpr,
@@ -341,8 +351,9 @@ def hopper_kernel(
     """
     FLAT: gl.constexpr = mbarrier.MBarrierLayout()
     xs = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
-    ws0 = gl.allocate_shared_memory(w.dtype, [STAGES * (BN // 128), 64, BK], w.layout)
-    ws1 = gl.allocate_shared_memory(w.dtype, [STAGES * (BN // 128), 64, BK], w.layout)
+    PER_BYTE: gl.constexpr = 1 if GROUP is None else 2
+    ws0 = gl.allocate_shared_memory(w.dtype, [STAGES * (BN // 128), 64, BK // PER_BYTE], w.layout)
+    ws1 = gl.allocate_shared_memory(w.dtype, [STAGES * (BN // 128), 64, BK // PER_BYTE], w.layout)
     out0 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     out1 = gl.allocate_shared_memory(y.dtype.element_ty, [BM, 64], OUT)
     box = (
@@ -369,10 +380,10 @@ def hopper_kernel(
     gl.warp_specialize(
         [
             (consume, (y, scales_w, bias, offsets, xs, ws0, box, out0, full, empty, posted, read, M, E, N, K,
-                       stride_ym, 0, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+                       stride_ym, 0, BM, BN, BK, STAGES, BOXES, GROUP, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
             (consume, (y, scales_w, bias, offsets, xs, ws1, box, out1, full, empty, posted, read, M, E, N, K,
-                       stride_ym, 1, BM, BN, BK, STAGES, BOXES, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
-            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES)),
+                       stride_ym, 1, BM, BN, BK, STAGES, BOXES, GROUP, INT, PROMOTE, SCALED_X, SCALED_W, BIAS)),
+            (produce, (x, w, xs, ws0, ws1, box, full, empty, posted, read, N, K, BM, BN, BK, STAGES, BOXES, PER_BYTE)),
             (schedule, (scales_x, offsets, ticket, box, posted, read, M, E, N, BM, BN, BOXES, SCALED_X)),
         ],
         [4, 1, 1],
@@ -395,32 +406,33 @@ def hopper_mm(
     config: TileConfig,
     sms: int,
     promote: int,
+    group: int | None,
 ) -> None:
     """Launch for operands that ``grouped_mm`` has prepared and a configuration that ``tune.supports``."""
-    (M, K), (E, N) = x.shape, w.shape[:2]
+    (M, K), (E, N, width) = x.shape, w.shape
     bm, bn, bk = config.block_m, config.block_n, config.block_k
-    layout, constants = _constants(
-        config, x.dtype, out.dtype, promote > 0, scales_x is not None, scales_w is not None, bias is not None
-    )
+    flags = promote > 0, scales_x is not None, scales_w is not None and not group, bias is not None
+    layout, constants = _constants(config, x.dtype, out.dtype, group, *flags)
     launch(
         hopper_kernel,
         min(sms, max_row_tiles(M, E, bm) * -(-N // bn)),
         descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), box_of(bm, bn, x.element_size()), layout=layout),
-        descriptor(TensorDescriptor, w, (E * N, K), (K, 1), [64, bk], layout=layout),
+        descriptor(TensorDescriptor, w, (E * N, width), (width, 1), [64, bk * width // K], layout=layout),
         *(out, scales_x, scales_w, bias, offsets, ticket),
         *(M, E, N, K, out.stride(0)),
         *constants,
         num_warps=4,
         launch_pdl=True,
+        enable_fp_fusion=False,  # the roundings are the contract's
     )
 
 
 @functools.lru_cache(maxsize=1024)
 def _constants(
-    config: TileConfig, dtype: torch.dtype, out_dtype: torch.dtype, *flags: bool
+    config: TileConfig, dtype: torch.dtype, out_dtype: torch.dtype, group: int | None, *flags: bool
 ) -> tuple[gl.NVMMASharedLayout, tuple[Any, ...]]:
     """The operands' layout in shared memory, and the kernel's compile-time arguments, of which ``flags`` are those from
     PROMOTE on. Kept: they take 8 µs to make."""
     layout, out = (gl.NVMMASharedLayout(128, d.itemsize * 8, rank=2) for d in (dtype, out_dtype))
     tile = (config.block_m, config.block_n, config.block_k, config.num_stages, BOXES, out)
-    return layout, (*tile, dtype == torch.int8, *flags)
+    return layout, (*tile, group, dtype == torch.int8, *flags)

@@ -31,12 +31,13 @@ def boxes_of(x, row, end, BM: gl.constexpr):
 
 
 @gluon.jit
-def expect(x, xs, full, slot, boxes, BN: gl.constexpr):
-    """Say how many bytes a slot waits for: those of BN channels of weights, and of so many boxes of rows."""
+def expect(x, xs, full, slot, boxes, BN: gl.constexpr, PER_BYTE: gl.constexpr = 1):
+    """Say how many bytes a slot waits for: those of BN channels of weights, PER_BYTE to a byte of the rows' type, and
+    of so many boxes of rows."""
     ROWS: gl.constexpr = x.block_type.shape[0]
     LINE: gl.constexpr = xs.shape[2] * (x.dtype.primitive_bitwidth // 8)
     for i in gl.static_range(xs.shape[1] // ROWS):
-        mbarrier.expect(full.index(slot), (BN + (i + 1) * ROWS) * LINE, pred=boxes == i + 1)
+        mbarrier.expect(full.index(slot), (BN // PER_BYTE + (i + 1) * ROWS) * LINE, pred=boxes == i + 1)
 
 
 @gluon.jit
