@@ -10,7 +10,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from lowgmm.formats import group_size
 from lowgmm.gpu import Gpu, describe
-from lowgmm.kernels.nibbles import accumulate_nibbles
+from lowgmm.kernels.nibbles import accumulate_nibbles, unzipped
 from lowgmm.kernels.queue import counters
 from lowgmm.kernels.tiles import accumulate, count_tiles, find_tile, group_bounds, store
 from lowgmm.quant import to_fnuz
@@ -191,7 +191,7 @@ def grouped_mm(
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
     gpu, dtype, group = describe(x.device), w.dtype, None
     if dtype == torch.uint8:
-        w, group = w.view(torch.int8), 0
+        x, w, group = unzipped(x), w.view(torch.int8), 0
         if scales_w is not None and scales_w.dim() == 3:
             group, scales_w = group_size(k_size, scales_w.shape[2]), scales_w.mT.contiguous()
     if gpu.fnuz and x.dtype == torch.float8_e4m3fn:

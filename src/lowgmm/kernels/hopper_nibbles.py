@@ -6,7 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from lowgmm.kernels.nibbles import as_float, halves
+from lowgmm.kernels.nibbles import as_float, halves, in_order
 
 
 @gluon.jit
@@ -15,7 +15,7 @@ def unpacked(packed, PIECES: gl.constexpr, ACC: gl.constexpr):
     thread."""
     K: gl.constexpr = 2 * packed.shape[1]
     low, high = halves(packed, True)
-    found = (gl.join(low, high).reshape([64, K]),)
+    found = (in_order(low, high),)
     for level in gl.static_range(5):
         if (1 << level) < PIECES:  # halve each
             finer = ()
@@ -49,7 +49,7 @@ def multiply_nibbles(
     PIECES: gl.constexpr = BK // GROUP if GROUP else 1
     # As many groups' sums at a time as there are registers for.
     ASKED: gl.constexpr = min(PIECES, max(1, 128 // BM))
-    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 2)
+    A: gl.constexpr = gl.DotOperandLayout(0, ACC, 4)
     none = gl.full([64, BM], 0, gl.int32, ACC)
     acc = gl.full([64, BM], 0, gl.float32 if GROUP else gl.int32, ACC)
     if GROUP:

@@ -1,4 +1,9 @@
-"""4-bit weights in the portable grouped matmul: how they are unpacked, and its mainloop with them.
+"""4-bit weights in the grouped matmul: how they are unpacked, activations in the order that this gives, and the portable
+kernel's mainloop.
+
+A byte holds two neighbours along K. Low halves of 16 bytes are 16 even columns, high halves the odd ones between them,
+and so they are multiplied: activations come :func:`unzipped`, in each 32 columns first the even ones, then the odd
+ones. Any order of K gives the same sum, and a group of 32 or more stays together.
 
 Half a byte is used where it stands, in the upper bits of a byte of its own, so its value is 16 times what it means;
 sums are exact in INT32 all the same, and so is the division by 16.
@@ -6,8 +11,15 @@ sums are exact in INT32 all the same, and so is the division by 16.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from lowgmm.replay import empty, launch
+
+BLOCK = tl.constexpr(32)
+"""Columns that are reordered among themselves: what the matrix instruction consumes at a time."""
 
 
 @triton.jit
@@ -22,6 +34,16 @@ def halves(packed, WORDS: tl.constexpr):
 
 
 @triton.jit
+def in_order(low, high):
+    """[N, K/2] low and high halves -> [N, K], K in the order of :func:`unzipped`. Where bytes were loaded as the matrix
+    instruction wants them, nothing leaves its thread."""
+    N: tl.constexpr = low.shape[0]
+    K: tl.constexpr = 2 * low.shape[1]
+    pairs = tl.join(low, high).reshape(N, K // BLOCK, BLOCK // 2, 2)
+    return pairs.permute(0, 1, 3, 2).reshape(N, K)
+
+
+@triton.jit
 def as_float(sums):
     """INT32 sums of a group, 16 times too large, as exact float32: below 2^22 they are added to the bits of a number
     whose last bit is worth 1/16. Conversion instructions would take four times as long."""
@@ -30,7 +52,7 @@ def as_float(sums):
 
 @triton.jit
 def accumulate_nibbles(
-    x,  # TMA: descriptor [BM, STEP] over (M, K); else pointer (M, K), row stride stride_xm
+    x,  # unzipped; TMA: descriptor [BM, STEP] over (M, whole blocks); else pointer, row stride stride_xm
     w,  # TMA: descriptor [BN, STEP/2] over (E·N, K/2); else pointer (E, N, K/2), strides stride_we, stride_wn
     scales_w,  # with GROUP: (E, ceil(K/GROUP), N) float32
     expert,
@@ -79,9 +101,9 @@ def accumulate_nibbles(
                 a = tl.load(x_ptrs + k)
             else:
                 packed = tl.load(w_ptrs + k // 2, mask=(k + 2 * byte < K)[None, :], other=0)
-                a = tl.load(x_ptrs + k, mask=(k + rk < K)[None, :], other=0)
+                a = tl.load(x_ptrs + k, mask=(k + rk < tl.cdiv(K, BLOCK) * BLOCK)[None, :], other=0)
             low, high = halves(packed, WORDS)
-            b = tl.join(low, high).reshape(BN, STEP)
+            b = in_order(low, high)
             if GROUP:
                 sums = tl.dot(b, a.T, out_dtype=tl.int32)
                 scale = tl.load(s_ptrs + k // GROUP * N, mask=k < K, other=0.0)
@@ -91,3 +113,32 @@ def accumulate_nibbles(
     if GROUP == 0:
         acc = acc >> 4
     return acc
+
+
+@triton.jit
+def unzip_kernel(
+    x,  # (M, K) int8, row stride stride_xm
+    y,  # (M, WIDTH) int8, contiguous
+    K,
+    stride_xm,
+    WIDTH,
+    COLUMNS: tl.constexpr,
+):
+    """Grid (M,)."""
+    row = tl.program_id(0).to(tl.int64)
+    for start in tl.range(0, WIDTH, COLUMNS):
+        k = start + tl.arange(0, COLUMNS)
+        v = tl.load(x + row * stride_xm + k, mask=k < K, other=0)
+        v = v.reshape(COLUMNS // BLOCK, BLOCK // 2, 2).permute(0, 2, 1).reshape(COLUMNS)
+        tl.store(y + row * WIDTH + k, v, mask=k < WIDTH)
+
+
+def unzipped(x: Tensor) -> Tensor:
+    """int8 ``x [M, K]`` -> [M, K, or the next multiple of 32]: in each 32 columns the even ones, then the odd ones,
+    zeros for those that are missing."""
+    num_rows, width = x.shape
+    whole = -(-width // BLOCK.value) * BLOCK.value
+    y = empty((num_rows, whole), torch.int8, x.device)
+    columns = min(triton.next_power_of_2(whole), 4096)
+    launch(unzip_kernel, num_rows, x, y, width, x.stride(0), whole, COLUMNS=columns, num_warps=4)
+    return y
