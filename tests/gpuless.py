@@ -116,7 +116,10 @@ def compile_grouped_mm(problem: Problem, config: TileConfig, target: GPUTarget) 
         constants |= {"GROUP": group, "SCALED_W": scaled and not problem.group}
         x, w = (
             f"tensordesc<{element}[{rows}, {columns}],{layout!r}>"
-            for rows, columns in (box_of(bm, bn, problem.dtype.itemsize), (64, int(bk * problem.weight_size // problem.element_size)))
+            for rows, columns in (
+                box_of(bm, bn, problem.dtype.itemsize),
+                (64, int(bk * problem.weight_size // problem.element_size)),
+            )
         )
         kernel, source_type = hopper_kernel, GluonASTSource
     else:

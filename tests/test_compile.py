@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lowgmm import tune_cache
-from lowgmm.formats import format_of
+from lowgmm.formats import GROUPS, format_of
 from lowgmm.gpu import H200, Gpu
 from lowgmm.tune import Problem, TileConfig, candidates, pick
 
@@ -27,16 +27,16 @@ GPUS = {
     "sm100": Gpu("NVIDIA B200", (10, 0), sms=148, shared_memory=232_448),
     "gfx942": Gpu("AMD MI300X", (9, 4), sms=304, shared_memory=65_536, backend="hip"),
 }
-DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16, "int4": torch.uint8}
 ALIGNED, UNALIGNED = 4096, 4096 + 8
 """K with which every operand is fit for TMA, and K with which rows of 8-bit operands are not 16-byte multiples."""
 
 
-def choices(gpu: Gpu, dtype: torch.dtype, k_size: int) -> set[TileConfig]:
+def choices(gpu: Gpu, dtype: torch.dtype, k_size: int, group: int = 0) -> set[TileConfig]:
     """Every configuration that a problem of any number of rows can get."""
     found = set()
     for rows in (1, 8, 16, 24, 32, 48, 64, 96, 128, 256, 1024):
-        problem = Problem(64, 64 * rows, 2048, k_size, dtype)
+        problem = Problem(64, 64 * rows, 2048, k_size, dtype, group=group)
         found |= {*candidates(problem, gpu), pick(problem, gpu)}
     return found
 
@@ -47,16 +47,19 @@ def requests() -> list[dict[str, Any]]:
         for format, dtype in DTYPES.items():
             if gpu.lacks(format_of(dtype)) is not None:
                 continue  # refused before it is compiled: tests/test_tune.py
-            found = {(config, ALIGNED) for config in choices(gpu, dtype, ALIGNED)}
+            groups = (0,) if format != "int4" else (0, *GROUPS) if target == "sm90" else (0, 128, 32)
+            found = {(config, ALIGNED, group) for group in groups for config in choices(gpu, dtype, ALIGNED, group)}
             if target == "sm90":
                 table = tune_cache.nearest(gpu.name)
-                texts = [*table.candidates[format], *(t for k, t in table.measured.items() if k.startswith(format))]
-                found |= {(TileConfig.parse(text), ALIGNED) for text in texts}
-                found |= {(config, UNALIGNED) for config in choices(gpu, dtype, UNALIGNED)}
-            for config, k_size in sorted(found, key=str):
+                texts = [*table.candidates.get(format, ())]
+                texts += [text for key, text in table.measured.items() if key.startswith(format)]
+                found |= {(TileConfig.parse(text), ALIGNED, 0) for text in texts}
+                for group in groups[:2]:
+                    found |= {(config, UNALIGNED, group) for config in choices(gpu, dtype, UNALIGNED, group)}
+            for config, k_size, group in sorted(found, key=str):
                 name = str(dtype).removeprefix("torch.")
                 sizes = {"E": 64, "M": 4096, "N": 2048, "K": k_size}
-                made.append({**sizes, "dtype": name, "config": str(config), "target": target})
+                made.append({**sizes, "group": group, "dtype": name, "config": str(config), "target": target})
     return made
 
 

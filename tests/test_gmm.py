@@ -10,7 +10,7 @@ import torch
 import lowgmm
 from cases import CASES, Case
 from lowgmm import cpu, native
-from lowgmm.formats import INT8, pack_nibbles
+from lowgmm.formats import INT4, INT4_GROUPED, INT8, pack_nibbles
 from lowgmm.gpu import H200
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import ShapeError, UnsupportedError
@@ -19,6 +19,7 @@ from lowgmm.tune import Problem, TileConfig, pick, supports
 from lowgmm.validate import MAX_EXACT_K
 
 DTYPES = ("int8", "fp8", "bfloat16", "float16", "float32")
+INT4_FORMATS = {fmt.name: fmt for fmt in (INT4, *INT4_GROUPED)}
 # Small tiles that reach every branch of the mainloop: both operand orders, both kinds of load, every launch.
 CONFIGS = (
     "16x32x64-grid-4w2s",
@@ -31,6 +32,8 @@ CONFIGS = (
     "16x32x64-tma-grid-4w2s",
     "16x32x64-swap-tma-queue1-4w2s",
     "32x32x32-swap-tma-persistent1-4w2s",
+    "16x32x128-swap-tma-persistent2-4w2s",
+    "32x32x256-swap-queue1-4w2s",
 )
 
 
@@ -44,13 +47,17 @@ def test_cpu(case: Case, dtype: str) -> None:
         assert not y[int(o.sizes.sum()) :].any()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [*DTYPES, *INT4_FORMATS])
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels(case: Case, dtype: str, device: torch.device) -> None:
     """Each case runs a different configuration of CONFIGS; together they run all of them on every dtype."""
+    if dtype in INT4_FORMATS and case.K % 2:
+        pytest.skip("two int4 values share a byte")
     o = case.operands(dtype, device.type)
     n_size, k_size = o.w.shape[1:]
-    problem = Problem(len(o.sizes), len(o.x), n_size, k_size, o.x.dtype)
+    fmt = INT4_FORMATS.get(dtype)
+    of_weights, group = (o.x.dtype, 0) if fmt is None else (fmt.dtype, fmt.group or 0)
+    problem = Problem(len(o.sizes), len(o.x), n_size, k_size, of_weights, group=group)
     start = CASES.index(case)
     config = next(c for c in CONFIGS[start:] + CONFIGS if supports(problem, TileConfig.parse(c), H200) is None)
     y = lowgmm.gmm(
@@ -58,10 +65,10 @@ def test_kernels(case: Case, dtype: str, device: torch.device) -> None:
     )
     check_gmm(y, o, config)
     assert not y[int(o.sizes.sum()) :].any()
-    if dtype == "int8":
+    if dtype.startswith("int"):
         host = case.operands(dtype)
         on_cpu = lowgmm.gmm(host.x, host.weights, host.scales_x, expert_sizes=host.sizes, out_dtype=torch.float32)
-        assert torch.equal(y.cpu(), on_cpu), "INT8 sums exactly and scales in one order: backends agree to the bit"
+        assert torch.equal(y.cpu(), on_cpu), "exact sums, scaled in one order: backends agree to the bit"
 
 
 @pytest.mark.parametrize("config", CONFIGS)

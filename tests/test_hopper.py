@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import lowgmm
+from lowgmm.formats import FORMATS, QuantTensor
 from lowgmm.gpu import describe
 from lowgmm.testing import Operands, check_gmm, make_operands
-from lowgmm.tune import Problem, TileConfig, supports
+from lowgmm.tune import NIBBLES, Problem, TileConfig, candidates, supports
 from overlap import hold
 
 pytestmark = pytest.mark.gpu
@@ -75,6 +76,26 @@ def test_int8_sums_are_exact(name: str, tile: str) -> None:
     assert torch.equal(y.double(), replace(o, scales_x=None, scales_w=None).exact())
 
 
+@pytest.mark.parametrize("format", ["int4", "int4_g128", "int4_g64", "int4_g32"])
+@pytest.mark.parametrize("name", CASES)
+def test_4_bit_weights_give_the_bits_of_the_cpu(name: str, format: str) -> None:
+    """Whatever could be picked: sums are exact, and groups' sums are added in K order everywhere."""
+    sizes, n_size, k_size, behind = CASES[name]
+    host = make_operands(list(sizes), n_size, k_size, format, extra_rows=behind)
+    bias = torch.randn(len(sizes), n_size)
+    weights, (x, scales, groups, shift) = (
+        host.weights.to("cuda"),
+        (t.cuda() for t in (host.x, host.scales_x, host.sizes, bias)),
+    )
+    group = FORMATS[format].group or 0
+    for out_dtype in (torch.bfloat16, torch.float32):
+        want = lowgmm.gmm(host.x, host.weights, host.scales_x, expert_sizes=host.sizes, bias=bias, out_dtype=out_dtype)
+        problem = Problem(len(sizes), len(x), n_size, k_size, torch.uint8, out_dtype, group)
+        for config in (None, *map(str, candidates(problem, describe(x.device)))):
+            call = {"expert_sizes": groups, "bias": shift, "out_dtype": out_dtype, "config": config}
+            assert torch.equal(lowgmm.gmm(x, weights, scales, **call).cpu(), want), config
+
+
 def test_rows_of_a_wider_tensor_and_neighbours_are_respected() -> None:
     o = make_operands([40, 9], 128, 256, "int8", device="cuda")
     wide = torch.full((49, 160), 7.0, device="cuda", dtype=torch.bfloat16)
@@ -87,13 +108,16 @@ def test_rows_of_a_wider_tensor_and_neighbours_are_respected() -> None:
     assert (wide[:, 144:] == 7).all()
 
 
-def test_graphs_and_streams_side_by_side() -> None:
+@pytest.mark.parametrize("dtype", ["int8", "int4_g128"])
+def test_graphs_and_streams_side_by_side(dtype: str) -> None:
     """The queue's counter: left at zero by every launch, and never shared by launches that may overlap."""
-    operands = [make_operands([300, 20, 7], 512, 1024, "int8", device="cuda", seed=seed) for seed in range(4)]
-    config = config_of("64x128x128", operands[0], torch.bfloat16)
+    operands = [make_operands([300, 20, 7], 512, 1024, dtype, device="cuda", seed=seed) for seed in range(4)]
+    config = config_of("64x128x128", operands[0], torch.bfloat16) if dtype == "int8" else NIBBLES[128][2]
+    operands = [(o, o.weights) for o in operands]
 
-    def call(o: Operands) -> torch.Tensor:
-        return lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, config=config)
+    def call(operands: tuple[Operands, torch.Tensor | QuantTensor]) -> torch.Tensor:
+        o, weights = operands
+        return lowgmm.gmm(o.x, weights, o.scales_x, expert_sizes=o.sizes, config=config)
 
     want = [call(o) for o in operands]
     graphs, outputs = [], []

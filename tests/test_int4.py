@@ -174,6 +174,7 @@ def test_module_keeps_and_returns_its_bytes(fmt: QuantFormat) -> None:
 
 W = lowgmm.quantize(torch.randn(2, 8, 64), "int4_g32")
 X, SIZES = torch.randn(4, 64), torch.tensor([3, 1])
+REST = (None, W.scales, torch.tensor([0, 3, 4]), None, None, "auto", None, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +183,7 @@ X, SIZES = torch.randn(4, 64), torch.tensor([3, 1])
         (lambda: lowgmm.quantize(torch.randn(1, 2, 3), "int4"), ShapeError, "K=3 is odd"),
         (lambda: lowgmm.quantize_tokens(X, "int4"), UnsupportedError, "the tokens they are multiplied by are int8"),
         (lambda: lowgmm.gmm(X, W.values, expert_sizes=SIZES), DtypeError, "come as a QuantTensor"),
-        (lambda: lowgmm.gmm(X, W, expert_sizes=SIZES, impl="triton"), UnsupportedError, "not supported on cuda yet"),
+        (lambda: torch.ops.lowgmm.gmm(X, [W.operands[0], W.values[:1]], *REST), ShapeError, "are .E, N, K/2. bytes"),
         (lambda: lowgmm.gmm(X.to(torch.uint8), W, expert_sizes=SIZES), DtypeError, "input is int8, or floating"),
         (lambda: lowgmm.gmm(X[:, :62], W, expert_sizes=SIZES), ShapeError, "K=62"),
         (lambda: QuantTensor(W.values, W.scales, INT4), ShapeError, "scales"),
@@ -195,13 +196,39 @@ def test_what_is_refused(call, error: type[Exception], says: str) -> None:
         call()
 
 
+@formats
+def test_layer_of_the_kernels(fmt: QuantFormat, device: torch.device) -> None:
+    """On a GPU a layer is a sequence of operations, as near to the oracle as the CPU's."""
+    T, A, E, H, I = 5, 3, 4, 64, 96
+    w13, w2 = torch.randn(E, 2 * I, H) * H**-0.5, torch.randn(E, H, I) * I**-0.5
+    weights = [lowgmm.quantize(w, fmt.name) for w in (w13, w2)]
+    x, ids, share = torch.randn(T, H), torch.randint(-1, E, (T, A)), torch.rand(T, A)
+    exact = reference.moe_ffn(x, *weights, ids, share)
+    on_cpu = lowgmm.moe_ffn(x, *weights, ids, share)
+    there = [w.to(device) for w in weights]
+    y = lowgmm.moe_ffn(x.to(device), *there, ids.to(device), share.to(device), impl="triton").cpu()
+    assert (y.double() - exact).norm() <= 1.1 * (on_cpu.double() - exact).norm()
+
+
 @pytest.mark.gpu
 @formats
-def test_a_gpu_refuses(fmt: QuantFormat) -> None:
-    q = lowgmm.quantize(torch.randn(2, 32, 64, device="cuda"), fmt.name)
-    sizes = torch.tensor([3, 1], device="cuda")
-    with pytest.raises(UnsupportedError, match="not supported on cuda yet"):
-        lowgmm.gmm(torch.randn(4, 64, device="cuda"), q, expert_sizes=sizes)
+def test_module_on_a_gpu(fmt: QuantFormat) -> None:
+    """The same weights and results as on a CPU; graphs replay it; a copy from a checkpoint, too."""
+    w13, w2 = torch.randn(4, 64, 96), torch.randn(4, 96, 32)
+    host = lowgmm.MoEExperts.from_dense(w13, w2, fmt.name)
+    layer = lowgmm.MoEExperts.from_dense(w13.cuda(), w2.cuda(), fmt.name)
+    x, ids, share = torch.randn(6, 96), torch.randint(0, 4, (6, 2)), torch.rand(6, 2)
+    want, here = host(x, ids, share), [t.cuda() for t in (x, ids, share)]
+    torch.testing.assert_close(layer(*here).cpu(), want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    other = lowgmm.MoEExperts.from_dense(torch.randn(4, 64, 96).cuda(), torch.randn(4, 96, 32).cuda(), fmt.name)
+    other.load_state_dict(host.state_dict())
+    assert torch.equal(other(*here), layer(*here))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = layer(*here)
+    here[0].copy_(torch.randn(6, 96))
+    graph.replay()
+    assert torch.equal(out, layer(*here))
 
 
 def test_an_output_over_the_weights_is_refused() -> None:

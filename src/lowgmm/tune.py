@@ -195,12 +195,16 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
             return "warp-specialised tiles need 2 stages: a slot is emptied once the next one has been multiplied."
         if problem.element_size > 2 or config.block_k * problem.element_size % 128:
             return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
-    if problem.four_bits and not config.swap_ab:
-        return "4-bit weights are unpacked in registers, so they go on the M side: '-swap'."
-    if problem.four_bits and config.warp_specialize and config.block_n != 128:
-        return "4-bit weights have warp-specialised tiles with block_n 128 only."
-    if problem.four_bits and config.block_k % (whole := max(problem.group, 64)):
-        return f"4-bit weights with {problem.group or 'all'} of K to a scale need block_k of a multiple of {whole}."
+    if problem.four_bits:
+        whole = 256 if config.warp_specialize else max(problem.group, 64)
+        if not config.swap_ab:
+            return "4-bit weights are unpacked in registers, so they go on the M side: '-swap'."
+        if config.warp_specialize and config.block_n != 128:
+            return "4-bit weights have warp-specialised tiles with block_n 128 only."
+        if config.block_k % whole:
+            return (
+                f"such tiles of 4-bit weights with {problem.group or 'all'} of K to a scale need block_k in {whole}s."
+            )
     need = config.shared_memory(problem)
     if need > gpu.shared_memory:
         return f"{config} needs {need} bytes of shared memory, {gpu.name} has {gpu.shared_memory} per block."
@@ -222,21 +226,34 @@ UNMEASURED = {
 EXACT_FP32 = ("16x64x32-persistent2-4w2s", "64x64x32-persistent2-4w2s")
 """The fp32 path runs on the CUDA cores: small tiles, no tensor-core layout to respect."""
 
-NIBBLES = (
-    "16x128x256-swap-tma-persistent2-4w4s",
-    "32x128x256-swap-tma-persistent2-4w4s",
-    "64x128x256-swap-tma-persistent2-4w4s",
-    "128x128x128-swap-tma-persistent1-8w4s",
-)
-"""Candidates of 4-bit weights with a scale per channel."""
+NIBBLES = {
+    0: (
+        "16x128x512-swap-tma-ws-queue1-4w3s",
+        "32x128x256-swap-tma-ws-queue1-4w4s",
+        "64x128x256-swap-tma-ws-queue1-4w4s",
+        "128x128x256-swap-tma-ws-queue1-4w4s",
+    ),
+    128: (
+        "16x128x512-swap-tma-ws-queue1-4w3s",
+        "32x128x256-swap-tma-ws-queue1-4w4s",
+        "64x128x512-swap-tma-ws-queue1-4w2s",
+        "128x128x256-swap-tma-ws-queue1-4w3s",
+    ),
+    64: (
+        "16x128x512-swap-tma-ws-queue1-4w3s",
+        "32x128x256-swap-tma-ws-queue1-4w4s",
+        "64x128x256-swap-tma-ws-queue1-4w4s",
+    ),
+}
+NIBBLES[32] = NIBBLES[64]
+"""Hopper's candidates of 4-bit weights by elements that share a scale (0: all of K): the best by rows on an H200."""
 
-NIBBLES_GROUPED = (
-    "16x128x256-swap-tma-persistent2-4w4s",
+NIBBLES_PORTABLE = (
+    "16x128x128-swap-tma-persistent2-4w4s",
     "32x128x128-swap-tma-persistent2-4w4s",
-    "64x128x128-swap-tma-persistent2-4w4s",
-    "128x128x128-swap-tma-persistent1-8w4s",
+    "64x128x128-swap-tma-persistent2-8w3s",
 )
-"""Of those with a scale per group."""
+"""Those of other GPUs, not measured: what compiles everywhere without spilling."""
 
 MAX_CANDIDATES = 8
 """Per format: the most that is ever compiled for one layer, whatever the number of tokens."""
@@ -250,7 +267,8 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
     if problem.dtype == torch.float32:
         texts: tuple[str, ...] = EXACT_FP32
     elif problem.four_bits:
-        texts = NIBBLES_GROUPED if problem.group else NIBBLES
+        runs = supports(problem, TileConfig.parse(NIBBLES[problem.group][0]), gpu) is None
+        texts = NIBBLES[problem.group] if runs else NIBBLES_PORTABLE
     elif gpu.backend == "cuda" and gpu.capability[0] == 9:
         texts = (table or tune_cache.nearest(gpu.name)).candidates[problem.format]
     else:
@@ -262,10 +280,18 @@ def candidates(problem: Problem, gpu: Gpu, table: Shipped | None = None) -> list
     return [c for c in configs if c.block_m == lowest or c.block_m < 2 * rows]
 
 
+def by_pointers(problem: Problem, config: TileConfig) -> TileConfig:
+    """``config``'s tile for operands that no descriptor can address."""
+    if problem.four_bits:
+        portable = map(TileConfig.parse, NIBBLES_PORTABLE)
+        config = max((c for c in portable if c.block_m <= config.block_m), key=lambda c: c.block_m)
+    return config.by_pointers()
+
+
 def _fitted(problem: Problem, config: TileConfig, gpu: Gpu) -> TileConfig | None:
     """``config`` made to run this problem here, giving up first what costs least; None if nothing helps."""
     if config.tma and (not gpu.tma or problem.K * problem.weight_size % 16):
-        config = config.by_pointers()
+        config = by_pointers(problem, config)
     if config.warp_specialize and supports(problem, replace(config, num_stages=2), gpu) is not None:
         config = config.portable()
     for field, least in (("num_stages", 2), ("block_n", 64), ("block_m", 64), ("block_k", 64)):

@@ -98,6 +98,10 @@ def _check_operands(op: str, name: str, operands: list[Tensor], impl: str) -> Qu
             f"(lowgmm.quantize)."
         )
     packed = len(operands) > 1 and not (four_bits and operands[1].dim() == 3)
+    if four_bits and not packed:
+        (E, N, K), found = operands[0].shape, list(operands[1].shape)
+        if found != [E, N, K // 2] or K % 2:
+            raise ShapeError(f"{op}: {name} of shape [{E}, {N}, {K}] in 4 bits are [E, N, K/2] bytes, got {found}.")
     if packed and impl != "auto":
         raise UnsupportedError(f"{op}: impl={impl!r} needs plain {name}; these were packed for the CPU.")
     return fmt

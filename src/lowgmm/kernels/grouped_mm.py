@@ -18,7 +18,7 @@ from lowgmm.relaunch import descriptor
 from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
 from lowgmm.shapes import UnsupportedError
-from lowgmm.tune import LAUNCHES, Problem, TileConfig, pick, supports
+from lowgmm.tune import LAUNCHES, Problem, TileConfig, by_pointers, pick, supports
 
 GRID, PERSISTENT, QUEUE, EXPERT = (tl.constexpr(i) for i in range(len(LAUNCHES)))
 
@@ -200,7 +200,7 @@ def grouped_mm(
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
-            config = config.by_pointers()
+            config = by_pointers(problem, config)
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
     elif config.tma and not _tma_ready(x, w):

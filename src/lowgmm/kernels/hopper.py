@@ -417,7 +417,9 @@ def hopper_mm(
         hopper_kernel,
         min(sms, max_row_tiles(M, E, bm) * -(-N // bn)),
         descriptor(TensorDescriptor, x, (M, K), (x.stride(0), 1), box_of(bm, bn, x.element_size()), layout=layout),
-        descriptor(TensorDescriptor, w, (E * N, width), (width, 1), [64, bk if group is None else bk // 2], layout=layout),
+        descriptor(
+            TensorDescriptor, w, (E * N, width), (width, 1), [64, bk if group is None else bk // 2], layout=layout
+        ),
         *(out, scales_x, scales_w, bias, offsets, ticket),
         *(M, E, N, K, out.stride(0)),
         *constants,

@@ -1,5 +1,5 @@
-"""4-bit weights in the grouped matmul: how they are unpacked, activations in the order that this gives, and the portable
-kernel's mainloop.
+"""4-bit weights in the grouped matmul: how they are unpacked, activations in the order that this gives, and the
+portable kernel's mainloop.
 
 A byte holds two neighbours along K. Low halves of 16 bytes are 16 even columns, high halves the odd ones between them,
 and so they are multiplied: activations come :func:`unzipped`, in each 32 columns first the even ones, then the odd
@@ -100,7 +100,7 @@ def accumulate_nibbles(
                 packed = tl.load(w_ptrs + k // 2)
                 a = tl.load(x_ptrs + k)
             else:
-                packed = tl.load(w_ptrs + k // 2, mask=(k + 2 * byte < K)[None, :], other=0)
+                packed = tl.load(w_ptrs + k // 2, mask=(k // 2 + byte < K // 2)[None, :], other=0)
                 a = tl.load(x_ptrs + k, mask=(k + rk < tl.cdiv(K, BLOCK) * BLOCK)[None, :], other=0)
             low, high = halves(packed, WORDS)
             b = in_order(low, high)
