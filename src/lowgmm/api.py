@@ -108,9 +108,12 @@ class _NoGradient(torch.autograd.Function):
     """The identity, through which no gradient passes: it would be lost without a word otherwise."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, op: str) -> Tensor:
-        ctx.op = op
+    def forward(y: Tensor, op: str) -> Tensor:
         return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:  # torch.func wants it apart
+        _, ctx.op = inputs
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowgmm import replay
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
@@ -75,7 +76,16 @@ def quiet() -> bool:
         or _tracing() is not None
         or _autocast()
         or _profiling()
+        or forward_ad._current_level >= 0
     )
+
+
+def refuse_tangents(op: str, *tensors: Tensor | None) -> None:
+    """Derivatives in forward mode would be 0 without a word: what is called through the dispatcher has none."""
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        for t in tensors:
+            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+                raise UnsupportedError(f"{op}: an argument has a tangent (jvp, jacfwd), but lowgmm computes none.")
 
 
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -324,6 +334,7 @@ def gmm(*arguments: Any) -> Tensor:
         return known
     if plain(*tensors):
         return _gmm(*arguments)
+    refuse_tangents("gmm", *tensors)
     result: Tensor = torch.ops.lowgmm.gmm(*arguments)
     return result
 
@@ -331,10 +342,17 @@ def gmm(*arguments: Any) -> Tensor:
 def gmm_out(*arguments: Any) -> None:
     """``torch.ops.lowgmm.gmm_out``, likewise."""
     x, weights, scales_x, scales_w, offsets, bias, _clip, _impl, _config, output, *_ = arguments
-    if plain(x, *weights, scales_x, scales_w, offsets, bias, output):
+    tensors = (x, *weights, scales_x, scales_w, offsets, bias, output)
+    if plain(*tensors):
         _gmm_out(*arguments)
-    else:
-        torch.ops.lowgmm.gmm_out(*arguments)
+        return
+    refuse_tangents("gmm", *tensors)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            "gmm: an argument requires a gradient, which would not pass through 'output'. Call it under "
+            "torch.no_grad(), or leave 'output' out."
+        )
+    torch.ops.lowgmm.gmm_out(*arguments)
 
 
 register("gmm", _gmm, _gmm)

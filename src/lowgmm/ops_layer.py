@@ -268,6 +268,7 @@ def moe_ffn(*arguments: Any) -> Tensor:
         return known
     if ops.plain(*tensors):
         return _moe_ffn(*arguments)
+    ops.refuse_tangents("moe_ffn", *tensors)
     result: Tensor = torch.ops.lowgmm.moe_ffn(*arguments)
     return result
 
