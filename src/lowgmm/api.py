@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowgmm import ops, ops_layer, replay
 from lowgmm.formats import FLOATS, QuantTensor, get_format
+from lowgmm.plan import LayerConfig
 from lowgmm.routing import Routing
 from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError
 from lowgmm.tune import TileConfig
@@ -260,7 +261,7 @@ def moe_ffn(
     scales_h: Tensor | None = None,
     clip: float | None = None,
     impl: str = "auto",
-    config: str | None = None,
+    config: LayerConfig | str | None = None,
 ) -> Tensor:
     """The expert layer: route, gather, gate and up GMM, activation, down GMM, weighted sum back in token order.
 
@@ -292,7 +293,7 @@ def moe_ffn(
         scales_h: [E] float, for ``requantize="static"``.
         clip: outlier threshold when ``hidden`` is quantised, see :func:`quantize_tokens`.
         impl: as in :func:`gmm`.
-        config: how a GPU runs the layer, the string of a :class:`lowgmm.plan.LayerConfig`; default: chosen by size.
+        config: a :class:`lowgmm.plan.LayerConfig` (or its string) to force on a GPU; default: chosen by size.
 
     Returns:
         [T, H] in ``hidden``'s dtype. A token without an expert gives exact zeros.
@@ -311,8 +312,9 @@ def moe_ffn(
     (up, scales_w13), (down, scales_w2) = (
         (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
     )
+    tiles = None if config is None else str(config)
     y = ops_layer.moe_ffn(
         hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
-        activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
+        activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, tiles,
     )  # fmt: skip
     return _for_inference(y, "moe_ffn") if y.requires_grad else y

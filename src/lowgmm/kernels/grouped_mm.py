@@ -172,9 +172,9 @@ def grouped_mm(
     (num_rows, k_size), (num_experts, n_size) = x.shape, w.shape[:2]
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
     gpu = describe(x.device)
+    problem = Problem(num_experts, num_rows, n_size, k_size, x.dtype, out.dtype)  # as tables name it
     if gpu.fnuz and x.dtype == torch.float8_e4m3fn:
         x, w, scales_x, scales_w = as_fnuz(x, w, scales_x, scales_w)
-    problem = Problem(num_experts, num_rows, n_size, k_size, x.dtype, out.dtype)
     if config is None:
         config = pick(problem, gpu)
         if config.tma and not _tma_ready(x, w):
