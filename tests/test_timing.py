@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -171,6 +172,13 @@ def test_what_is_timed_runs_on_its_device(timed: Callable[..., object], monkeypa
     timed([timing.Rival("a", [lambda: seen.append(current[0])], accept)], torch.device("cuda", 1))
     assert set(seen) == {1}
     assert current == [0]
+
+
+def test_no_command_needs_a_progress_bar(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with timing.progress_bar("tuning", 2) as advance:
+        advance(1)
 
 
 @pytest.mark.gpu
