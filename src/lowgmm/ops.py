@@ -7,6 +7,7 @@ imported when an operator first runs, so importing lowgmm imports neither triton
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -189,7 +190,7 @@ def _gmm_into(
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
     if impl == "triton":
-        check_interpreter("gmm", out.device)
+        check_triton("gmm", out.device)
     if impl == "cpu":
         from lowgmm import cpu
 
@@ -264,11 +265,22 @@ def _gmm_out_new(
     return output
 
 
-def check_interpreter(op: str, device: torch.device) -> None:
+def check_triton(op: str, device: torch.device) -> None:
+    """Can the kernels run on ``device``'s tensors?"""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         raise UnsupportedError(
             f"{op}: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
         )
+    if not _triton_is_there():
+        raise UnsupportedError(
+            f"{op}: the GPU kernels need Triton, which is not installed: install the version that torch "
+            f"{torch.__version__} is built for, or pass impl='reference', which is slow."
+        )
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 # quantize_tokens
@@ -285,6 +297,7 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
         from lowgmm import cpu
 
         return cpu.quantize_tokens(x, fmt, clip)
+    check_triton("quantize_tokens", x.device)
     from lowgmm.gpu import describe
     from lowgmm.kernels.quantize import quantize_tokens
 
