@@ -103,10 +103,10 @@ def tune(
             "tried": {str(c): s * 1e6 for c, s in result.seconds.items()},
         }
         tune_cache.store(gpu.name, {problem.key: entry})
+        tuning.forget()
         found.append(result)
         if progress is not None:
             progress(result)
-    tuning.forget()
     return found
 
 
