@@ -119,6 +119,7 @@ def test_gradients_are_refused_and_not_lost(quantised: bool) -> None:
     layer = lowgmm.MoEExperts.from_dense(w13, w2, "int8" if quantised else None)
     results = [layer(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)) for _ in range(3)]
     results.append(lowgmm.gmm(x, w2, expert_sizes=torch.tensor([1, 2])))
+    results += [lowgmm.quantize_tokens(x, "int8")[1], lowgmm.route(logits=x, top_k=2).topk_weights]
     for y in results:
         with pytest.raises(UnsupportedError, match="lowgmm computes no gradients"):
             y.sum().backward()
@@ -150,10 +151,12 @@ def test_derivatives_are_refused_and_not_zero(transform: str) -> None:
     calls = (
         lambda x: lowgmm.gmm(x, w2, expert_sizes=sizes),
         lambda x: layer(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)),
+        lambda x: lowgmm.quantize_tokens(x, "int8")[1],
+        lambda x: lowgmm.route(logits=x, top_k=2).topk_weights,
     )
     for call in calls:
         expected = call(x), call(x)
-        with pytest.raises(UnsupportedError, match=r"(gmm|moe_ffn): .* lowgmm computes n"):
+        with pytest.raises(UnsupportedError, match=r"(gmm|moe_ffn|quantize_tokens|route): .* lowgmm computes n"):
             differentiate(call)
         with forward_ad.dual_level():
             assert torch.equal(call(x), expected[1])
