@@ -16,6 +16,7 @@ from lowgmm.gpu import Gpu
 from lowgmm.quant import quantize_rows, to_fnuz
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
+from lowgmm.tune import Problem
 from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
 
 
@@ -341,3 +342,22 @@ def test_a23_operands_for_fnuz_hardware_mean_the_same(scaled: bool) -> None:
     assert x.dtype == w.dtype == torch.float8_e4m3fnuz
     assert (scales_x.shape, scales_w.shape) == ((27,), (3, 40))
     assert torch.equal(replace(o, x=x, w=w, scales_x=scales_x, scales_w=scales_w).exact(), o.exact())
+
+
+@kernels_only
+def test_a23_fnuz_hardware_looks_up_what_was_measured_for_fp8(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under the name that the tuner stores it by, not as another dtype of one byte."""
+    from lowgmm.kernels import grouped_mm
+
+    looked_up: list[str] = []
+
+    def pick(problem: Problem, gpu: Gpu) -> None:
+        looked_up.append(problem.format)
+        raise UnsupportedError("no such GPU")
+
+    monkeypatch.setattr(grouped_mm, "describe", lambda _: Gpu("AMD MI300X", (9, 4), 304, 65_536, "hip"))
+    monkeypatch.setattr(grouped_mm, "pick", pick)
+    o = make_operands([3, 5], 32, 64, "fp8", device=KERNELS.device)
+    with pytest.raises(UnsupportedError):
+        lowgmm.gmm(o.x, o.w, o.scales_x, o.scales_w, o.offsets, impl="triton")
+    assert looked_up == ["fp8"]

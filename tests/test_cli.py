@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -166,6 +167,7 @@ def test_bars(changes: dict[str, float], named: list[str]):
         pytest.param(["demo", "--device", "tpu"], "invalid choice: 'tpu'", id="device"),
         pytest.param(["demo", "--json", "no/such/folder/a.json"], "does not exist", id="json folder"),
         pytest.param(["explain", "--rows", "1,-2"], "is not a number of rows", id="rows"),
+        pytest.param(["explain", "--rows", "9" * 400], "is not a number of rows below 2^31", id="too many rows"),
         pytest.param(["explain", "--format", "int3"], "invalid choice: 'int3'", id="format"),
         pytest.param(
             ["tune", "--dry-run", "--format", "int8,int4"], "'int4' is not one of int8, fp8, bf16", id="no kernels"
@@ -238,6 +240,26 @@ def test_explain_judges_a_given_configuration(capsys):
     out = capsys.readouterr().out
     for part in ("block_k=32 is too small", "mostly padding", "launch='expert' starts only 64 programs"):
         assert part in out
+
+
+def test_explain_says_that_a_given_configuration_cannot_run(capsys):
+    assert cli.main(["explain", "--machine", "h200", "--config", "256x256x256-swap-tma-grid-4w4s"]) == 0
+    out = capsys.readouterr().out
+    assert "cannot run on NVIDIA H200: 256x256x256-swap-tma-grid-4w4s needs" in out
+    assert "predicted" not in out
+
+
+def test_an_interruption_is_no_traceback(capsys, monkeypatch):
+    monkeypatch.setattr(cli, "_info", mock.Mock(side_effect=KeyboardInterrupt))
+    assert cli.main(["info"]) == 130
+    assert capsys.readouterr().err == "lowgmm info: interrupted\n"
+
+
+def test_nobody_has_to_listen():
+    """Started with standard output closed, as by some daemons."""
+    close = "import os, sys; os.close(1); os.execv(sys.executable, [sys.executable, '-m', 'lowgmm', 'info'])"
+    done = subprocess.run([sys.executable, "-c", close], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_explain_here_warns_of_fp8_without_instructions(capsys):

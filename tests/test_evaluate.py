@@ -48,9 +48,15 @@ class Dispatched(torch.nn.Module):
         super().__init__()
         self.is_concatenated = True
 
+    def forward(self, hidden: Tensor, topk_ids: Tensor) -> None:
+        pass
+
 
 class ByHand(torch.nn.Module):
     """A 'model' that returns prepared logits and router logits for each implementation."""
+
+    bias = 0.0
+    """Of its choice of experts."""
 
     def __init__(self, outputs: dict[str, tuple[Tensor, Tensor]], top_k: int = 1) -> None:
         super().__init__()
@@ -63,6 +69,8 @@ class ByHand(torch.nn.Module):
 
     def forward(self, input_ids: Tensor, **_: object):
         logits, router = self.outputs[self.config._experts_implementation]
+        for experts, choice in zip(self.experts, router, strict=False):
+            experts(logits, (choice + self.bias).topk(self.config.num_experts_per_tok).indices.int())
         return type("Out", (), {"logits": logits.view(*input_ids.shape, -1), "router_logits": tuple(router)})()
 
 
@@ -142,6 +150,14 @@ def test_a_model_matches_itself_exactly(model, windows: Tensor):
     assert len(found.load) == LAYERS
 
 
+def test_each_implementation_is_counted_by_itself(model, windows: Tensor):
+    """Also the reference among those that are compared with it, and a name that is given twice."""
+    one = evaluate.audit(model, windows, ["lowgmm_int8"])
+    found = evaluate.audit(model, windows, ["eager", "lowgmm_int8", "lowgmm_int8"])
+    assert found.perplexity == one.perplexity
+    assert found.results[1:] == one.results * 2
+
+
 def test_perplexity_does_not_depend_on_batches(model, windows: Tensor):
     with torch.no_grad():
         loss = model(input_ids=windows, labels=windows).loss  # transformers' own mean over the predicted tokens
@@ -207,6 +223,16 @@ def test_models_that_cannot_be_audited_are_refused():
     dense.config.n_group, dense.config.num_experts_per_tok = None, None
     with pytest.raises(UnsupportedError, match="num_experts_per_tok is None"):
         evaluate.audit(dense, ids, [], reference="ref")
+
+
+def test_router_logits_that_do_not_tell_the_experts_are_refused():
+    router, logits = torch.tensor([[[1.0, 0.0, 0.0], [3.0, 2.97, 0.0]]]), torch.zeros(2, 2)
+    model, ids = ByHand({"ref": (logits, router)}), torch.tensor([[0, 1]])
+    model.bias = torch.tensor([0.0, 0.05, 0.0])  # decides near-ties only, as rounding might
+    evaluate.audit(model, ids, [], reference="ref")
+    model.bias = torch.tensor([0.0, 0.0, 2.0])
+    with pytest.raises(UnsupportedError, match="ByHand chooses other experts than the top 1 of its router logits"):
+        evaluate.audit(model, ids, [], reference="ref")
 
 
 def test_experts_that_ignore_the_implementation_are_no_proof():

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import lowgmm
 from cases import CASES, Case
@@ -250,3 +251,12 @@ def test_tensors_without_data_give_shapes() -> None:
     assert (y.shape, y.device.type) == ((6, 8), "meta")
     r = lowgmm.route(logits=torch.empty(5, 8, device="meta"), top_k=2)
     assert (r.topk_ids.shape, r.topk_ids.device.type) == ((5, 2), "meta")
+
+
+def test_fake_sizes_and_offsets_are_not_compared() -> None:
+    with FakeTensorMode():
+        x, w, offsets = torch.empty(6, 16), torch.empty(3, 8, 16), torch.empty(4, dtype=torch.int32)
+        y = lowgmm.gmm(x, w, expert_offsets=offsets, expert_sizes=torch.empty(3, dtype=torch.int32))
+        assert y.shape == (6, 8)
+        with pytest.raises(ShapeError, match="'expert_sizes' has 4 where E=3"):
+            lowgmm.gmm(x, w, expert_offsets=offsets, expert_sizes=torch.empty(4, dtype=torch.int32))

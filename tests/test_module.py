@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import lowgmm
 from lowgmm.formats import QuantTensor
@@ -117,9 +119,47 @@ def test_gradients_are_refused_and_not_lost(quantised: bool) -> None:
     layer = lowgmm.MoEExperts.from_dense(w13, w2, "int8" if quantised else None)
     results = [layer(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)) for _ in range(3)]
     results.append(lowgmm.gmm(x, w2, expert_sizes=torch.tensor([1, 2])))
+    results += [lowgmm.quantize_tokens(x, "int8")[1], lowgmm.route(logits=x, top_k=2).topk_weights]
     for y in results:
         with pytest.raises(UnsupportedError, match="lowgmm computes no gradients"):
             y.sum().backward()
+
+
+def test_gradients_that_would_not_reach_a_given_output_are_refused() -> None:
+    x, w, out, sizes = torch.randn(3, 16), torch.randn(2, 16, 16), torch.empty(3, 16), torch.tensor([1, 2])
+    for change in ({"input": x.requires_grad_()}, {"output": out.clone().requires_grad_()}):
+        call = {"input": x.detach(), "weights": w, "expert_sizes": sizes, "output": out} | change
+        with pytest.raises(UnsupportedError, match="would not pass through 'output'"):
+            lowgmm.gmm(**call)
+        with torch.no_grad():
+            lowgmm.gmm(**call)
+
+
+@pytest.mark.parametrize("transform", ["jvp", "jacfwd", "make_dual", "grad"])
+def test_derivatives_are_refused_and_not_zero(transform: str) -> None:
+    w13, w2, x, sizes = torch.randn(2, 32, 16), torch.randn(2, 16, 16), torch.randn(3, 16), torch.tensor([1, 2])
+    layer = lowgmm.MoEExperts.from_dense(w13, w2, "int8")
+
+    def differentiate(f: Callable[[torch.Tensor], torch.Tensor]) -> object:
+        if transform == "make_dual":
+            with forward_ad.dual_level():
+                return f(forward_ad.make_dual(x, torch.ones_like(x)))
+        if transform == "jvp":
+            return torch.func.jvp(f, (x,), (torch.ones_like(x),))
+        return torch.func.jacfwd(f)(x) if transform == "jacfwd" else torch.func.grad(lambda x: f(x).sum())(x)
+
+    calls = (
+        lambda x: lowgmm.gmm(x, w2, expert_sizes=sizes),
+        lambda x: layer(x, torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)),
+        lambda x: lowgmm.quantize_tokens(x, "int8")[1],
+        lambda x: lowgmm.route(logits=x, top_k=2).topk_weights,
+    )
+    for call in calls:
+        expected = call(x), call(x)
+        with pytest.raises(UnsupportedError, match=r"(gmm|moe_ffn|quantize_tokens|route): .* lowgmm computes n"):
+            differentiate(call)
+        with forward_ad.dual_level():
+            assert torch.equal(call(x), expected[1])
 
 
 def test_what_users_add_to_a_layer_is_saved_and_loaded() -> None:

@@ -40,7 +40,7 @@ DIRECT = ("direct-16-32x64-32x64-swap-4w2s3t", "direct-16-16x32-64x64-swap-tma-p
 IDS = [[0, 3], [1, -1], [2, 2], [3, 0], [-1, 9], [3, 1]]
 
 
-def layer(*args: Any, config: str, **options: Any) -> Tensor:
+def layer(*args: Any, config: LayerConfig | str, **options: Any) -> Tensor:
     return lowgmm.moe_ffn(*args, impl="triton", config=config, **options)
 
 
@@ -101,6 +101,12 @@ def test_options(launch: str, name: str, format: str) -> None:
     if launch == "direct":
         args = (args[0][:1], *args[1:3], *(t[:1] for t in args[3:]))
     check_layer(layer(*args, config=config, **options), *args, **options)
+
+
+def test_a_configuration_or_its_string() -> None:
+    args = make("int8", torch.bfloat16, torch.tensor(IDS), 4, DEVICE, (6, 64, 96))
+    text = LAUNCHES["queue"]
+    assert torch.equal(layer(*args, config=LayerConfig.parse(text)), layer(*args, config=text))
 
 
 def as_bits(launches: dict[str, str], args: Arguments) -> list[Tensor]:

@@ -7,7 +7,8 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowgmm
-from lowgmm import cpu, native
+from lowgmm import cpu, native, ops
+from lowgmm.shapes import UnsupportedError
 from lowgmm.testing import make_operands
 
 ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -72,3 +73,27 @@ def test_output_argument_returns_it() -> None:
     y = lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, output=out)
     assert y is out
     assert torch.equal(y, lowgmm.gmm(o.x, o.weights, o.scales_x, expert_sizes=o.sizes, out_dtype=torch.float32))
+
+
+CALLS = {
+    "gmm": lambda x, **o: lowgmm.gmm(x, torch.ones(2, 8, 8), expert_sizes=torch.tensor([1, 2]), **o),
+    "quantize_tokens": lambda x, **o: lowgmm.quantize_tokens(x, "int8", **o),
+    "moe_ffn": lambda x, **o: lowgmm.moe_ffn(
+        x, torch.ones(2, 16, 8), torch.ones(2, 8, 8), torch.ones(3, 1, dtype=torch.int32), torch.ones(3, 1), **o
+    ),
+    "route": lambda x, **o: lowgmm.route(logits=x, top_k=2, **o),
+}
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_kernels_that_cannot_run_are_refused_with_the_reason(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, 8)
+    monkeypatch.setattr(ops, "_triton_is_there", lambda: False)
+    with monkeypatch.context() as without:
+        without.setenv("TRITON_INTERPRET", "1")
+        with pytest.raises(UnsupportedError, match=f"{op}: the GPU kernels need Triton, which is not installed"):
+            CALLS[op](x, impl="triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(UnsupportedError, match=f"{op}: .* needs Triton's interpreter"):
+        CALLS[op](x, impl="triton")
+    CALLS[op](x)

@@ -127,6 +127,15 @@ def test_explain_names_the_configuration_that_would_run():
     assert "memory bound" in text
 
 
+@pytest.mark.parametrize("facts", [gpu.H200, None])
+def test_explain_takes_a_configuration_as_gmm_does(facts: gpu.Gpu | None):
+    text = "64x64x128-grid-4w3s"
+    config = tune.TileConfig.parse(text)
+    found = roofline.explain(64, 2048, 4096, 16, gpu=facts, config=text)
+    assert f"tiles     {text}" in found
+    assert found == roofline.explain(64, 2048, 4096, 16, gpu=facts, config=config)
+
+
 def test_explain_places_a_measured_time():
     floor = roofline.roof_time(Load(2048, 4096, (16,) * 64), roofline.H200)
     assert "80% of the floor's rate" in roofline.explain(64, 2048, 4096, 16, measured_s=floor / 0.8)

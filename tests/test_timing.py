@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -149,6 +152,33 @@ def test_table_refuses_a_wrong_gmm(fault: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(speed.lowgmm, "gmm", wrong)
     with pytest.raises(timing.CheckError, match="GMM bf16"):
         speed.compare(CPU, MACHINE, SMALL, rounds=5)
+
+
+@pytest.mark.parametrize("timed", [timing.interleave, lambda rivals, device: timing._best(rivals[0], device, 3)])
+def test_what_is_timed_runs_on_its_device(timed: Callable[..., object], monkeypatch: pytest.MonkeyPatch):
+    """Events and graphs of the current device, if that is another, would see nothing of the work."""
+    current = [0]
+
+    @contextmanager
+    def make_current(device: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], device.index
+        yield
+        current[0] = before
+
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[0], raising=False)
+    monkeypatch.setattr(timing, "_gpu_sampler", lambda rival, device: timing._cpu_sampler(rival))
+    seen: list[int] = []
+    timed([timing.Rival("a", [lambda: seen.append(current[0])], accept)], torch.device("cuda", 1))
+    assert set(seen) == {1}
+    assert current == [0]
+
+
+def test_no_command_needs_a_progress_bar(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    with timing.progress_bar("tuning", 2) as advance:
+        advance(1)
 
 
 @pytest.mark.gpu

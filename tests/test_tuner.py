@@ -85,6 +85,7 @@ def test_a_gain_within_the_noise_keeps_the_prediction():
 
 def test_buckets_are_tuned_once_and_kept_when_it_is_interrupted():
     problems = [replace(MANY, M=64 * rows) for rows in (16, 15, 1, 64)]
+    assert pick(problems[0], H200) != last()
     seen = []
 
     def stop(result: tuner.Tuned) -> None:
@@ -96,6 +97,7 @@ def test_buckets_are_tuned_once_and_kept_when_it_is_interrupted():
         tuner.tune(problems, device=CPU, bench=Fake(last()), progress=stop)
     assert seen == [1024, 64]
     assert len(tune_cache.user(H200.name)) == 2
+    assert pick(problems[0], H200) == last()
 
 
 def test_no_bucket_starts_after_the_limit():

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lowgmm import ops, ops_layer, replay
 from lowgmm.formats import FLOATS, QuantTensor, get_format
+from lowgmm.plan import LayerConfig
 from lowgmm.routing import Routing
 from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError
 from lowgmm.tune import TileConfig
@@ -101,16 +102,19 @@ def gmm(
     if out_dtype is None:
         out_dtype = input.dtype if input.dtype in FLOATS else torch.bfloat16
     y = ops.gmm(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, out_dtype, fast_accum)
-    return _for_inference(y, "gmm") if y.requires_grad else y
+    return _for_inference(y, "gmm")
 
 
 class _NoGradient(torch.autograd.Function):
     """The identity, through which no gradient passes: it would be lost without a word otherwise."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, op: str) -> Tensor:
-        ctx.op = op
+    def forward(y: Tensor, op: str) -> Tensor:
         return y.view_as(y)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:  # torch.func wants it apart
+        _, ctx.op = inputs
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -121,7 +125,7 @@ class _NoGradient(torch.autograd.Function):
 
 
 def _for_inference(y: Tensor, op: str) -> Tensor:
-    if torch.compiler.is_compiling():
+    if not y.requires_grad or torch.compiler.is_compiling():
         return y
     result: Tensor = _NoGradient.apply(y, op)  # type: ignore[no-untyped-call]
     return result
@@ -173,8 +177,9 @@ def quantize_tokens(x: Tensor, format: str, clip: float | None = None, *, impl: 
     >>> xq.tolist(), scales.tolist()
     ([[0, -127, 2, 2]], [1.0])
     """
+    ops.refuse_tangents("quantize_tokens", x)
     xq, scales = torch.ops.lowgmm.quantize_tokens(x, get_format(format).name, clip, impl)
-    return xq, scales
+    return _for_inference(xq, "quantize_tokens"), _for_inference(scales, "quantize_tokens")
 
 
 def route(
@@ -226,9 +231,11 @@ def route(
     if logits is not None:
         if topk_ids is not None or num_experts is not None or top_k is None:
             raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
+        ops.refuse_tangents("route", logits, bias)
         topk_ids, weights = torch.ops.lowgmm.select_experts(
             logits, bias, top_k, scoring, renormalize, num_groups, topk_groups, scale, impl
         )
+        weights = _for_inference(weights, "route")
         num_experts = logits.shape[1]
     elif topk_ids is None or num_experts is None or top_k is not None or bias is not None:
         raise ShapeError("route: pass topk_ids and num_experts, or logits and top_k.")
@@ -257,7 +264,7 @@ def moe_ffn(
     scales_h: Tensor | None = None,
     clip: float | None = None,
     impl: str = "auto",
-    config: str | None = None,
+    config: LayerConfig | str | None = None,
 ) -> Tensor:
     """The expert layer: route, gather, gate and up GMM, activation, down GMM, weighted sum back in token order.
 
@@ -289,7 +296,7 @@ def moe_ffn(
         scales_h: [E] float, for ``requantize="static"``.
         clip: outlier threshold when ``hidden`` is quantised, see :func:`quantize_tokens`.
         impl: as in :func:`gmm`.
-        config: how a GPU runs the layer, the string of a :class:`lowgmm.plan.LayerConfig`; default: chosen by size.
+        config: a :class:`lowgmm.plan.LayerConfig` (or its string) to force on a GPU; default: chosen by size.
 
     Returns:
         [T, H] in ``hidden``'s dtype. A token without an expert gives exact zeros.
@@ -308,8 +315,9 @@ def moe_ffn(
     (up, scales_w13), (down, scales_w2) = (
         (w.operands, w.scales) if isinstance(w, QuantTensor) else ([w], None) for w in (w13, w2)
     )
+    tiles = None if config is None else str(config)
     y = ops_layer.moe_ffn(
         hidden, up, scales_w13, bias_w13, down, scales_w2, bias_w2, topk_ids, topk_weights, scales_h,
-        activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, config,
+        activation, gate_up, alpha, limit, weight_on_input, requantize, clip, impl, tiles,
     )  # fmt: skip
-    return _for_inference(y, "moe_ffn") if y.requires_grad else y
+    return _for_inference(y, "moe_ffn")

@@ -22,9 +22,9 @@ from lowgmm.workloads import MOE_SHAPES
 if TYPE_CHECKING:
     from lowgmm.tune import Problem
 
-PASSED, FAILED, UNUSABLE = 0, 1, 2
+PASSED, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all bars hold; a bar or a check failed; the command could not be carried out as given (argparse's own
-code)."""
+code); Ctrl-C (a shell's own code)."""
 
 FEW_TOKENS = 4096
 """Below this the demo's perplexity bars are within the sampling noise."""
@@ -102,11 +102,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return UNUSABLE
     try:
         code = {"demo": _demo, "explain": _explain, "tune": _tune, "info": _info}[args.command](args, args.parser)
-        sys.stdout.flush()
+        print(end="", flush=True)
         return code
     except BrokenPipeError:  # whoever reads us, `head` say, has enough; what is still buffered must not raise again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return PASSED
+    except KeyboardInterrupt:
+        print(f"lowgmm {args.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
     except (ShapeError, DtypeError, DeviceError, UnsupportedError, ImportError, OSError) as error:
         print(f"lowgmm {args.command}: error: {error}", file=sys.stderr)
         return UNUSABLE
@@ -221,7 +224,7 @@ def _demo(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    from lowgmm import gpu, timing, tune
+    from lowgmm import gpu, timing
 
     facts: gpu.Gpu | None = None
     if args.machine == "h200":
@@ -242,7 +245,7 @@ def _explain(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
         args.format,
         machine=machine,
         measured_s=None if args.measured_us is None else args.measured_us * 1e-6,
-        config=None if args.config is None else tune.TileConfig.parse(args.config),
+        config=args.config,
         gpu=facts,
     )
     print(text)
@@ -357,8 +360,10 @@ def _positive_float(text: str) -> float:
 
 def _rows(text: str) -> int | tuple[int, ...]:
     parts = text.split(",")
-    if not all(p.isdecimal() for p in parts) or not sum(map(int, parts)):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of rows, or one per expert with commas, not all 0")
+    if not all(p.isdecimal() and int(p) < MOST for p in parts) or not sum(map(int, parts)):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a number of rows below 2^31, or one per expert with commas, not all 0"
+        )
     values = tuple(map(int, parts))
     return values if len(values) > 1 else values[0]
 

@@ -139,6 +139,18 @@ def _restored(model: Any) -> Iterator[None]:
         model.set_experts_implementation(before)
 
 
+@contextmanager
+def _watched(model: Any) -> Iterator[list[Tensor]]:
+    """A list of the expert ids [T, A] that each experts module is called with."""
+    found: list[Tensor] = []
+    hooks = [m.register_forward_pre_hook(lambda _, args: found.append(args[1])) for m in dispatched(model)]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 @torch.no_grad()
 def audit(
     model: Any,
@@ -155,8 +167,8 @@ def audit(
 
     Args:
         model: a transformers causal LM in eval mode whose routers choose the top-k of a softmax (Qwen-MoE, Mixtral,
-            OLMoE ...) and that can return router logits. Grouped or biased routing (DeepSeek) does not follow from
-            them and is refused.
+            OLMoE ...) and that can return router logits. Grouped or biased routing (DeepSeek, MiniMax-M2) does not
+            follow from them and is refused.
         windows: [W, L] token ids on the model's device; each window is read by itself.
         implementations: names registered in transformers' experts interface.
         reference: the name to compare with; ``"eager"`` is the model's own code.
@@ -165,17 +177,18 @@ def audit(
 
     Raises:
         ShapeError: ``windows`` is not [W, L] with W >= 1, L >= 2. UnsupportedError: no router logits from this model,
-            or experts that it runs itself, whatever the implementation's name.
+            others than it chooses its experts by, or experts that it runs itself, whatever the implementation's name.
     """
     if windows.dim() != 2 or windows.shape[0] < 1 or windows.shape[1] < 2:
         raise ShapeError(f"audit: windows has shape {list(windows.shape)}, expected [W, L] with W >= 1 and L >= 2.")
     top_k = _top_k(model)
-    sums = {name: _Sums() for name in (reference, *implementations)}
+    sums = [_Sums() for _ in implementations]
     load: Tensor | None = None
-    near_ties = 0
+    near_ties, nll = 0, 0.0
     with _restored(model):
         for ids in windows.split(batch):
-            logits, router = _forward(model, ids, reference)
+            with _watched(model) as taken:
+                logits, router = _forward(model, ids, reference)
             if (found := len(dispatched(model))) < len(router):
                 raise UnsupportedError(
                     f"audit: {type(model).__name__} has {len(router)} mixture-of-experts layers, but transformers runs "
@@ -184,17 +197,23 @@ def audit(
                 )
             chosen, near = router.topk(top_k, -1).indices, router_gap(router, top_k) < NEAR_TIE
             num_experts = router.shape[-1]
+            if bool((~route_match(torch.stack(taken).long(), chosen, num_experts)[1] & ~near).any()):
+                raise UnsupportedError(
+                    f"audit: {type(model).__name__} chooses other experts than the top {top_k} of its router logits "
+                    "(a bias, groups?), so they do not tell which. Supported: routers that take the top-k of a softmax "
+                    "(Qwen-MoE, Mixtral, OLMoE)."
+                )
             counts = torch.stack([c.flatten().bincount(minlength=num_experts) for c in chosen]).double()
             load = counts if load is None else load + counts
             near_ties += int(near.sum())
-            sums[reference].nll += _nll(logits, ids)
-            for name in implementations:
+            nll += _nll(logits, ids)
+            for name, s in zip(implementations, sums, strict=True):
                 other, other_router = _forward(model, ids, name)
-                _add(sums[name], other, logits, ids)
+                _add(s, other, logits, ids)
                 shared, same = route_match(other_router.topk(top_k, -1).indices, chosen, num_experts)
-                sums[name].shared += int(shared.sum())
-                sums[name].same += int(same.sum())
-                sums[name].ties += int((near & ~same).sum())
+                s.shared += int(shared.sum())
+                s.same += int(same.sum())
+                s.ties += int((near & ~same).sum())
                 if progress is not None:
                     progress(len(ids))
             if progress is not None:
@@ -202,8 +221,11 @@ def audit(
     assert load is not None
     tokens, layers = windows.numel(), load.shape[0]
     predicted = tokens - windows.shape[0]
-    base = math.exp(sums[reference].nll / predicted)
-    results = [_fidelity(name, sums[name], base, tokens, layers, top_k, predicted) for name in implementations]
+    base = math.exp(nll / predicted)
+    results = [
+        _fidelity(name, s, base, tokens, layers, top_k, predicted)
+        for name, s in zip(implementations, sums, strict=True)
+    ]
     return Audit(
         reference, base, tokens, layers, top_k, near_ties / (tokens * layers), (load / tokens).tolist(), results
     )

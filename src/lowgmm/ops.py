@@ -7,6 +7,7 @@ imported when an operator first runs, so importing lowgmm imports neither triton
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lowgmm import replay
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
@@ -75,7 +77,16 @@ def quiet() -> bool:
         or _tracing() is not None
         or _autocast()
         or _profiling()
+        or forward_ad._current_level >= 0
     )
+
+
+def refuse_tangents(op: str, *tensors: Tensor | None) -> None:
+    """Derivatives in forward mode would be 0 without a word: what is called through the dispatcher has none."""
+    if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
+        for t in tensors:
+            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+                raise UnsupportedError(f"{op}: an argument has a tangent (jvp, jacfwd), but lowgmm computes none.")
 
 
 ORDINARY = (Tensor, torch.nn.Parameter)
@@ -179,7 +190,7 @@ def _gmm_into(
     if config is not None and impl != "triton":
         raise UnsupportedError(f"gmm: config chooses a GPU tile, but the {impl} backend runs here; leave it out.")
     if impl == "triton":
-        check_interpreter("gmm", out.device)
+        check_triton("gmm", out.device)
     if impl == "cpu":
         from lowgmm import cpu
 
@@ -254,11 +265,22 @@ def _gmm_out_new(
     return output
 
 
-def check_interpreter(op: str, device: torch.device) -> None:
+def check_triton(op: str, device: torch.device) -> None:
+    """Can the kernels run on ``device``'s tensors?"""
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") != "1":
         raise UnsupportedError(
             f"{op}: impl='triton' on CPU tensors needs Triton's interpreter: set TRITON_INTERPRET=1 before import."
         )
+    if not _triton_is_there():
+        raise UnsupportedError(
+            f"{op}: the GPU kernels need Triton, which is not installed: install the version that torch "
+            f"{torch.__version__} is built for, or pass impl='reference', which is slow."
+        )
+
+
+@functools.cache
+def _triton_is_there() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 # quantize_tokens
@@ -275,6 +297,7 @@ def _quantize_tokens(x: Tensor, format: str, clip: float | None, impl: str) -> t
         from lowgmm import cpu
 
         return cpu.quantize_tokens(x, fmt, clip)
+    check_triton("quantize_tokens", x.device)
     from lowgmm.gpu import describe
     from lowgmm.kernels.quantize import quantize_tokens
 
@@ -324,6 +347,7 @@ def gmm(*arguments: Any) -> Tensor:
         return known
     if plain(*tensors):
         return _gmm(*arguments)
+    refuse_tangents("gmm", *tensors)
     result: Tensor = torch.ops.lowgmm.gmm(*arguments)
     return result
 
@@ -331,10 +355,17 @@ def gmm(*arguments: Any) -> Tensor:
 def gmm_out(*arguments: Any) -> None:
     """``torch.ops.lowgmm.gmm_out``, likewise."""
     x, weights, scales_x, scales_w, offsets, bias, _clip, _impl, _config, output, *_ = arguments
-    if plain(x, *weights, scales_x, scales_w, offsets, bias, output):
+    tensors = (x, *weights, scales_x, scales_w, offsets, bias, output)
+    if plain(*tensors):
         _gmm_out(*arguments)
-    else:
-        torch.ops.lowgmm.gmm_out(*arguments)
+        return
+    refuse_tangents("gmm", *tensors)
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            "gmm: an argument requires a gradient, which would not pass through 'output'. Call it under "
+            "torch.no_grad(), or leave 'output' out."
+        )
+    torch.ops.lowgmm.gmm_out(*arguments)
 
 
 register("gmm", _gmm, _gmm)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lowgmm import ops, replay
 from lowgmm.layer import LayerSpec, Weights
-from lowgmm.ops import MAX_ACCEPTED, TAGS, Signature, check_interpreter, library, on_device, register
+from lowgmm.ops import MAX_ACCEPTED, TAGS, Signature, check_triton, library, on_device, register
 from lowgmm.plan import MAX_BINS, LayerConfig, LayerProblem, pick, supports
 from lowgmm.routing import Router, check_router, check_routing, route, select_experts
 from lowgmm.shapes import UnsupportedError, is_abstract
@@ -187,7 +187,7 @@ def _layer_config(
     """How the layer's kernels run this call; None if it runs as a sequence of operations."""
     from lowgmm.gpu import describe
 
-    check_interpreter("moe_ffn", hidden.device)
+    check_triton("moe_ffn", hidden.device)
     (num_experts, width, inner), dtype = w2.operands[0].shape, w2.operands[0].dtype
     (num_tokens, top_k), gpu = topk_ids.shape, describe(hidden.device)
     values = (w13.operands[0], w2.operands[0])
@@ -219,7 +219,7 @@ def _route(topk_ids: Tensor, num_experts: int, impl: str) -> tuple[Tensor, Tenso
     if impl == "reference" or (impl == "auto" and topk_ids.device.type == "cpu") or num_experts > MAX_BINS:
         r = route(topk_ids, num_experts)
         return r.order, r.inverse, r.offsets
-    check_interpreter("route", topk_ids.device)
+    check_triton("route", topk_ids.device)
     from lowgmm.kernels.route import sort
 
     with on_device(topk_ids.device):
@@ -253,7 +253,7 @@ def _select_experts(
         return logits.new_empty(shape, dtype=torch.int32), logits.new_empty(shape, dtype=torch.float32)
     if impl == "reference" or (impl == "auto" and logits.device.type == "cpu"):
         return select_experts(logits, router, bias)
-    check_interpreter("route", logits.device)
+    check_triton("route", logits.device)
     from lowgmm.kernels import route as kernels
 
     with on_device(logits.device):
@@ -268,6 +268,7 @@ def moe_ffn(*arguments: Any) -> Tensor:
         return known
     if ops.plain(*tensors):
         return _moe_ffn(*arguments)
+    ops.refuse_tangents("moe_ffn", *tensors)
     result: Tensor = torch.ops.lowgmm.moe_ffn(*arguments)
     return result
 

@@ -318,7 +318,7 @@ def explain(
     *,
     machine: Machine = H200,
     measured_s: float | None = None,
-    config: Tiles | None = None,
+    config: Tiles | str | None = None,
     gpu: Gpu | None = None,
 ) -> str:
     """Explain one grouped matmul: intensity table, bound, floor, configuration, and what to change.
@@ -329,7 +329,7 @@ def explain(
         format: fp32, bf16, fp16, int8 or fp8, of inputs and weights.
         machine: rates to compare with; ``lowgmm.timing.measure_machine`` measures this one.
         measured_s: a measured time in seconds, to be placed against the floor.
-        config: the tile configuration to judge; left out, and with ``gpu`` given, the one the library would pick.
+        config: the tile configuration to judge, or its string; default: with ``gpu``, the one the library would pick.
         gpu: facts about a GPU (``lowgmm.gpu.describe``), to name the configuration the library would pick there.
 
     Raises:
@@ -342,14 +342,15 @@ def explain(
     if len(sizes) != E:
         raise ShapeError(f"explain: rows has {len(sizes)} numbers, expected one number or E={E} of them.")
     load = Load(N, K, sizes, format, "fp32" if format == "fp32" else "bf16")
-    chosen: list[str] = []
-    if gpu is not None:
-        config, chosen = _chosen(load, gpu, config)
+    if isinstance(config, str):
+        from lowgmm.tune import TileConfig
+
+        config = TileConfig.parse(config)
+    config, chosen = (config, []) if gpu is None else _chosen(load, gpu, config)
     spread = f"{min(sizes)}" if min(sizes) == max(sizes) else f"{min(sizes)} to {max(sizes)}"
     formats = [format, *(f for f in ("bf16", "int8", "fp8") if f != format)]
-    head = f"{E} experts, N={N} K={K}, {load.rows} rows ({spread} per expert), {format}, on {machine.name}"
     lines = [
-        head,
+        f"{E} experts, N={N} K={K}, {load.rows} rows ({spread} per expert), {format}, on {machine.name}",
         "",
         intensity_table(N, K, machine, formats, sorted({*TABLE_ROWS, max(1, load.rows // E)})),
         "",
@@ -391,6 +392,8 @@ def _chosen(load: Load, gpu: Gpu, config: Tiles | None) -> tuple[Tiles, list[str
     dtype = floats[load.format] if load.format in floats else formats.get_format(load.format).dtype
     problem = tune.Problem(E=len(load.sizes), M=load.rows, N=load.N, K=load.K, dtype=dtype)
     tiles = config if isinstance(config, tune.TileConfig) else tune.pick(problem, gpu)
+    if (why := tune.supports(problem, tiles, gpu)) is not None:
+        return tiles, [f"cannot run on {gpu.name}: {why}"]
     us = {c: tune.predict(problem, c, gpu, load.sizes) * 1e6 for c in (tiles, *tune.candidates(problem, gpu))}
     rivals = sorted((v, str(c)) for c, v in us.items() if c != tiles)
     text = f"predicted {us[tiles]:.1f} us" + "".join(f"; {v:.1f} as {name}" for v, name in rivals[:2])

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from lowgmm import native
+from lowgmm.ops import on_device
 from lowgmm.roofline import Machine
 from lowgmm.shapes import ShapeError, UnsupportedError
 
@@ -110,14 +111,14 @@ class Timing:
 
 @contextmanager
 def progress_bar(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
-    """A bar on stderr when that is a terminal, nothing otherwise."""
-    if not sys.stderr.isatty():
-        yield lambda _: None
-        return
+    """A bar on stderr when that is a terminal and tqdm is installed, nothing otherwise."""
     try:
         from tqdm import tqdm  # type: ignore[import-untyped, unused-ignore]
-    except ImportError as error:
-        raise ImportError("the progress bar needs tqdm; install it with: pip install tqdm") from error
+    except ImportError:  # `lowgmm[demo]` brings it; `lowgmm tune` runs without that
+        tqdm = None
+    if tqdm is None or not sys.stderr.isatty():
+        yield lambda _: None
+        return
     with tqdm(total=total, desc=title, leave=False, file=sys.stderr) as bar:
         yield bar.update
 
@@ -172,26 +173,27 @@ def interleave(
     names = [r.name for r in rivals]
     if not rivals or len(set(names)) != len(names) or any(not r.calls for r in rivals):
         raise ShapeError(f"interleave: expected rivals with distinct names and at least one call each, got {names}.")
-    samplers = []
-    for rival in rivals:
-        for index, call in enumerate(rival.calls):
-            _check(rival, index, call())
-        samplers.append(_gpu_sampler(rival, device) if device.type == "cuda" else _cpu_sampler(rival))
-        if progress is not None:
-            progress()
-    for sample, _ in samplers:
-        sample()  # clocks, allocators and page tables settle
-    samples: list[list[float]] = [[] for _ in rivals]
-    order, draw = list(range(len(rivals))), random.Random(0)
-    stop = time.perf_counter() + seconds
-    for done in range(max(5, rounds)):
-        if done >= 5 and time.perf_counter() > stop:
-            break
-        draw.shuffle(order)
-        for turn in order:
-            samples[turn].append(samplers[turn][0]())
-        if progress is not None:
-            progress()
+    with on_device(device):  # or events and graphs would be another's
+        samplers = []
+        for rival in rivals:
+            for index, call in enumerate(rival.calls):
+                _check(rival, index, call())
+            samplers.append(_gpu_sampler(rival, device) if device.type == "cuda" else _cpu_sampler(rival))
+            if progress is not None:
+                progress()
+        for sample, _ in samplers:
+            sample()  # clocks, allocators and page tables settle
+        samples: list[list[float]] = [[] for _ in rivals]
+        order, draw = list(range(len(rivals))), random.Random(0)
+        stop = time.perf_counter() + seconds
+        for done in range(max(5, rounds)):
+            if done >= 5 and time.perf_counter() > stop:
+                break
+            draw.shuffle(order)
+            for turn in order:
+                samples[turn].append(samplers[turn][0]())
+            if progress is not None:
+                progress()
     return [
         Timing(r.name, tuple(taken), method) for r, taken, (_, method) in zip(rivals, samples, samplers, strict=True)
     ]
@@ -271,7 +273,7 @@ def _captured(rival: Rival, calls: Sequence[Callable[[], Tensor]], device: torch
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     outputs: list[Tensor] = []
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):  # by default one of the device that the first capture was on
         for call in calls:
             outputs.append(call())
     graph.replay()
@@ -359,9 +361,10 @@ def _onednn_int8(x: Tensor, w: Tensor) -> Callable[[], Tensor]:
 
 
 def _best(rival: Rival, device: torch.device, repeats: int) -> float:
-    _check(rival, 0, rival.calls[0]())
-    sample, _ = _gpu_sampler(rival, device) if device.type == "cuda" else _cpu_sampler(rival)
-    return min(sample() for _ in range(repeats + 1))
+    with on_device(device):
+        _check(rival, 0, rival.calls[0]())
+        sample, _ = _gpu_sampler(rival, device) if device.type == "cuda" else _cpu_sampler(rival)
+        return min(sample() for _ in range(repeats + 1))
 
 
 def measure_machine(device: torch.device, formats: Sequence[str] = ("fp32", "bf16", "int8", "fp8")) -> Machine:

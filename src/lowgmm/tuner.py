@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,10 +103,10 @@ def tune(
             "tried": {str(c): s * 1e6 for c, s in result.seconds.items()},
         }
         tune_cache.store(gpu.name, {problem.key: entry})
+        tuning.forget()
         found.append(result)
         if progress is not None:
             progress(result)
-    tuning.forget()
     return found
 
 
@@ -142,19 +141,15 @@ class GpuBench:
         self.sets = [self.operands, *(replace(self.operands, w=self.operands.w.clone()) for _ in range(sets - 1))]
 
     def _call(self, operands: Operands, config: TileConfig) -> Tensor:
-        with self._here():
-            return lowgmm.gmm(
-                operands.x,
-                operands.weights,
-                operands.scales_x,
-                expert_offsets=operands.offsets,
-                out_dtype=self.problem.out_dtype,
-                config=config,
-                impl="triton",
-            )
-
-    def _here(self) -> AbstractContextManager[object]:
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        return lowgmm.gmm(
+            operands.x,
+            operands.weights,
+            operands.scales_x,
+            expert_offsets=operands.offsets,
+            out_dtype=self.problem.out_dtype,
+            config=config,
+            impl="triton",
+        )
 
     def _check(self, _: int, output: Tensor) -> None:
         verdict = judge(output, self.exact, self.baseline)

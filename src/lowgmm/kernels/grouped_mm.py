@@ -189,7 +189,7 @@ def grouped_mm(
     """
     (num_rows, k_size), (num_experts, n_size) = x.shape, w.shape[:2]
     x, w = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, w))
-    gpu, dtype, group = describe(x.device), w.dtype, None
+    gpu, dtype, group = describe(x.device), w.dtype, None  # the dtype as tables name it
     if dtype == torch.uint8:
         x, w, group = unzipped(x), w.view(torch.int8), 0
         if scales_w is not None and scales_w.dim() == 3:

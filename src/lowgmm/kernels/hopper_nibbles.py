@@ -12,10 +12,11 @@ from lowgmm.kernels.nibbles import as_float, halves, in_order
 @gluon.jit
 def group_scales(scales, k, K, N, rn, GROUP: gl.constexpr, COUNT: gl.constexpr):
     """Those of COUNT groups from ``k`` on, for the channels ``rn``; zeros behind the last group."""
-    found: tuple[object, ...] = ()
+    found = ()
     for i in gl.static_range(COUNT):
         at = k + i * GROUP
-        found = found + (gl.load(scales + at // GROUP * N + rn, mask=(rn < N) & (at < K), other=0.0),)  # noqa: RUF005
+        scale = gl.load(scales + at // GROUP * N + rn, mask=(rn < N) & (at < K), other=0.0)
+        found = found + (scale,)  # type: ignore[assignment]  # noqa: RUF005
     return found
 
 
@@ -31,11 +32,12 @@ def ask(x, w, acc, COLUMNS: gl.constexpr, FIRST: gl.constexpr, GROUP: gl.constex
         both = gl.split(both.reshape([64, 2, COLUMNS // 2]).permute((0, 2, 1)))
     else:
         both = (both,)
-    asked: tuple[object, ...] = ()
+    asked = ()
     for i in gl.static_range(len(both)):
         a = gl.convert_layout(both[i], gl.DotOperandLayout(0, ACC, 4), assert_trivial=True)
         b = x.slice(FIRST + i * a.shape[1], a.shape[1], dim=1).permute((1, 0))
-        asked = asked + (warpgroup_mma(a, b, acc, use_acc=not GROUP, is_async=True),)  # noqa: RUF005
+        sums = warpgroup_mma(a, b, acc, use_acc=not GROUP, is_async=True)
+        asked = asked + (sums,)  # type: ignore[assignment]  # noqa: RUF005
     return asked
 
 
