@@ -292,7 +292,9 @@ def test_a31_layer_leaves_its_inputs_alone(backend: Backend, format: str | None,
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("victim", ["input", "weights", "scales_x", "scales_w", "bias"])
+@pytest.mark.parametrize(
+    "victim", ["input", "weights", "scales_x", "scales_w", "bias", "expert_offsets", "expert_sizes"]
+)
 def test_a31_output_over_an_input_is_refused(backend: Backend, victim: str) -> None:
     """Any shared byte is an error that names the operand; a neighbour in the same allocation is not."""
     o = make_operands([2, 5], 32, 64, "float32", device=backend.device)
@@ -301,9 +303,10 @@ def test_a31_output_over_an_input_is_refused(backend: Backend, victim: str) -> N
     tensors = {"input": o.x, "weights": o.w, "bias": torch.ones(2, 32, device=backend.device)}
     if victim in ("scales_x", "scales_w"):
         tensors |= {"input": q.x, "weights": q.w, "scales_x": q.scales_x, "scales_w": q.scales_w}
+    tensors |= {"expert_sizes": o.sizes} if victim == "expert_sizes" else {"expert_offsets": o.offsets}
     size = tensors[victim].numel()
-    tensors[victim] = buffer[:size].view(tensors[victim].shape).copy_(tensors[victim])
-    run = {"expert_offsets": o.offsets, "impl": backend.impl, "config": tile(backend)}
+    tensors[victim] = buffer[:size].view(tensors[victim].dtype).view(tensors[victim].shape).copy_(tensors[victim])
+    run = {"impl": backend.impl, "config": tile(backend)}
     for start in (0, size - 1):
         output = buffer[start : start + 7 * 32].view(7, 32)
         with pytest.raises(ShapeError, match=f"'output' overlaps '{victim}'"):
