@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -31,14 +30,6 @@ from test_cases_support import (
 NAN = float("nan")
 
 
-@pytest.fixture
-def watchdog() -> Iterator[None]:
-    """End the process if a test hangs: nothing less stops a kernel that never returns."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
-
-
 # ---- A04: experts and rows that nobody computes ----------------------------------------------------------------------
 
 
@@ -47,9 +38,10 @@ def watchdog() -> Iterator[None]:
 def test_a04_uncovered_rows_are_zero(backend: Backend, config: str | None, dtype: str) -> None:
     """Rows behind the last expert and empty experts' neighbours, in memory full of NaN; three runs."""
     o = make_operands([8, 0, 16, 0], 32, 64, dtype, extra_rows=16, device=backend.device)
-    for _ in range(3):
+    forms = [o.weights, cpu.pack(o.weights)] if backend == CPU and dtype == "int8" else [o.weights]
+    for weights in forms * 3:
         y = torch.full((40, 32), NAN, device=backend.device)
-        args = (o.x, o.weights, o.scales_x, None, o.offsets, None, y)
+        args = (o.x, weights, o.scales_x, None, o.offsets, None, y)
         lowgmm.gmm(*args, impl=backend.impl, config=config)
         check_gmm(y, o)
         assert not y[24:].any()
@@ -146,6 +138,20 @@ def test_a05_one_row_on_one_of_many_experts(config: str, watchdog: None) -> None
         sizes[position] = 1
         o = make_operands(sizes, 32, 64, "int8", device=KERNELS.device)
         check_gmm(lowgmm.gmm(o.x, o.weights, o.scales_x, None, o.offsets, impl="triton", config=config), o)
+
+
+def test_a05_thousand_calls_on_the_cpu(packing: str, watchdog: None, generator: torch.Generator) -> None:
+    """One row moved through the experts; the threads that find nothing to do, or wait for another's work, end too."""
+    moved = [make_operands([0] * e + [1] + [0] * (63 - e), 64, 96, "int8", seed=e) for e in range(64)]
+    calls = [(o.x, cpu.pack(o.weights), o.scales_x, None, o.offsets) for o in moved]
+    hidden, w13, w2, ids, weights = layer(1, 1, 64, 64, 32, "int8", CPU.device, generator)
+    w13, w2 = cpu.pack(w13), cpu.pack(w2)
+    for turn in range(1000):
+        y = lowgmm.gmm(*calls[turn % 64])
+        z = lowgmm.moe_ffn(hidden, w13, w2, ids.fill_(turn % 64), weights)
+        if turn < 64:
+            check_gmm(y, moved[turn])
+            check_layer(z, hidden, w13, w2, ids, weights)
 
 
 @pytest.mark.gpu

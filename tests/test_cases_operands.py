@@ -36,7 +36,7 @@ def test_a22_fp8_on_an_older_gpu_names_an_alternative(gpu: Gpu, monkeypatch: pyt
     monkeypatch.setattr("lowgmm.kernels.grouped_mm.describe", lambda _: gpu)
     monkeypatch.setattr("lowgmm.gpu.describe", lambda _: gpu)
     major, minor = gpu.capability
-    message = rf"{gpu.name} \(sm_{major}{minor}\).*'int8'"
+    message = rf"{gpu.name} \(sm_{major}{minor}\).*'int8'.*dequantize"
     o = make_operands([3, 5], 32, 64, "fp8", device=KERNELS.device)
     for config in (None, SMALL):
         with pytest.raises(UnsupportedError, match=message):
@@ -48,6 +48,10 @@ def test_a22_fp8_on_an_older_gpu_names_an_alternative(gpu: Gpu, monkeypatch: pyt
     for dtype in ("int8", "float16"):
         o = make_operands([3, 5], 32, 64, dtype, device=KERNELS.device)
         check_gmm(lowgmm.gmm(o.x, o.weights, o.scales_x, None, o.offsets, impl="triton", config=SMALL), o)
+    # The other way that the message names: FP8 weights as 16-bit ones.
+    fp8 = make_operands([3, 5], 32, 64, "fp8", device=KERNELS.device).weights
+    o = replace(o, w=lowgmm.dequantize(fp8).to(o.x.dtype))
+    check_gmm(lowgmm.gmm(o.x, o.w, None, None, o.offsets, impl="triton", config=SMALL), o)
 
 
 def test_a22_capability_that_has_fp8_is_not_refused() -> None:
