@@ -16,7 +16,7 @@ from lowgmm.gpu import Gpu
 from lowgmm.quant import quantize_rows, to_fnuz
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
-from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
+from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, LAYERS, SMALL, Backend, kernels_only
 
 
 def tile(backend: Backend) -> str | None:
@@ -279,7 +279,7 @@ def test_a31_gmm_leaves_its_inputs_alone(backend: Backend, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", None])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LAYERS)
 def test_a31_layer_leaves_its_inputs_alone(backend: Backend, format: str | None, generator: torch.Generator) -> None:
     hidden = torch.randn(3, 32, generator=generator).to(backend.device)
     w13, w2 = (torch.randn(2, n, 32, generator=generator).to(backend.device) for n in (64, 32))
@@ -288,8 +288,8 @@ def test_a31_layer_leaves_its_inputs_alone(backend: Backend, format: str | None,
     layer: tuple[Tensor | lowgmm.QuantTensor, ...] = (w13, w2)
     inputs = [hidden, w13, w2, ids, weights]
     if format is not None:
-        layer = tuple(lowgmm.quantize(w, format) for w in (w13, w2))
-        inputs += [t for q in layer for t in (q.values, q.scales)]
+        layer = tuple(backend.place(lowgmm.quantize(w, format)) for w in (w13, w2))
+        inputs += [t for q in layer for t in (*q.operands, q.scales)]
     before = [digest(t) for t in inputs]
     lowgmm.moe_ffn(hidden, *layer, ids, weights, clip=2.0 if format else None, impl=backend.impl)
     assert [digest(t) for t in inputs] == before
