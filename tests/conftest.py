@@ -6,9 +6,11 @@ to run before anything imports Triton. The same `pytest` command then serves bot
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -65,6 +67,14 @@ def _same_numbers() -> None:
 def generator() -> torch.Generator:
     """A CPU generator with that seed, for tests that draw from one of their own."""
     return torch.Generator().manual_seed(SEED)
+
+
+@pytest.fixture
+def watchdog() -> Iterator[None]:
+    """End the process if a test hangs: nothing less stops a kernel that never returns."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(params=["native", "onednn"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -22,6 +21,8 @@ from test_cases_support import (
     GMM_RUNS,
     KERNELS,
     LAUNCHES,
+    LAYERS,
+    PACKED,
     SMALL,
     Backend,
     check_layer,
@@ -29,14 +30,6 @@ from test_cases_support import (
 )
 
 NAN = float("nan")
-
-
-@pytest.fixture
-def watchdog() -> Iterator[None]:
-    """End the process if a test hangs: nothing less stops a kernel that never returns."""
-    faulthandler.dump_traceback_later(60, exit=True)
-    yield
-    faulthandler.cancel_dump_traceback_later()
 
 
 # ---- A04: experts and rows that nobody computes ----------------------------------------------------------------------
@@ -47,9 +40,10 @@ def watchdog() -> Iterator[None]:
 def test_a04_uncovered_rows_are_zero(backend: Backend, config: str | None, dtype: str) -> None:
     """Rows behind the last expert and empty experts' neighbours, in memory full of NaN; three runs."""
     o = make_operands([8, 0, 16, 0], 32, 64, dtype, extra_rows=16, device=backend.device)
-    for _ in range(3):
+    forms = [o.weights, cpu.pack(o.weights)] if backend == CPU and dtype == "int8" else [o.weights]
+    for weights in forms * 3:
         y = torch.full((40, 32), NAN, device=backend.device)
-        args = (o.x, o.weights, o.scales_x, None, o.offsets, None, y)
+        args = (o.x, weights, o.scales_x, None, o.offsets, None, y)
         lowgmm.gmm(*args, impl=backend.impl, config=config)
         check_gmm(y, o)
         assert not y[24:].any()
@@ -148,6 +142,19 @@ def test_a05_one_row_on_one_of_many_experts(config: str, watchdog: None) -> None
         check_gmm(lowgmm.gmm(o.x, o.weights, o.scales_x, None, o.offsets, impl="triton", config=config), o)
 
 
+def test_a05_many_calls_on_the_cpu(packing: str, watchdog: None, generator: torch.Generator) -> None:
+    """One row moved through the experts; the threads that find nothing to do, or wait for another's work, end too."""
+    moved = [make_operands([0] * e + [1] + [0] * (63 - e), 64, 96, "int8", seed=e) for e in range(64)]
+    calls = [(o.x, cpu.pack(o.weights), o.scales_x, None, o.offsets) for o in moved]
+    hidden, w13, w2, ids, weights = layer(1, 1, 64, 64, 32, "int8", PACKED, generator)
+    for turn in range(256):
+        y = lowgmm.gmm(*calls[turn % 64])
+        z = lowgmm.moe_ffn(hidden, w13, w2, ids.fill_(turn % 64), weights)
+        if turn < 64:
+            check_gmm(y, moved[turn])
+            check_layer(z, hidden, w13, w2, ids, weights)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["int8", "fp8"])
 @pytest.mark.parametrize(
@@ -224,9 +231,9 @@ def test_a07_quantise_any_width(backend: Backend, format: str, width: int, gener
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("format", ["int8", "fp8"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LAYERS)
 def test_a07_layer_of_any_width(backend: Backend, format: str, width: int, generator: torch.Generator) -> None:
-    args = layer(T=3, A=2, E=2, H=width, I=width, format=format, device=backend.device, generator=generator)
+    args = layer(T=3, A=2, E=2, H=width, I=width, format=format, backend=backend, generator=generator)
     check_layer(lowgmm.moe_ffn(*args, impl=backend.impl), *args)
 
 
@@ -234,7 +241,7 @@ def test_a07_layer_of_any_width(backend: Backend, format: str, width: int, gener
 
 
 def layer(
-    T: int, A: int, E: int, H: int, I: int, format: str, device: str, generator: torch.Generator
+    T: int, A: int, E: int, H: int, I: int, format: str, backend: Backend, generator: torch.Generator
 ) -> tuple[Tensor, lowgmm.QuantTensor, lowgmm.QuantTensor, Tensor, Tensor]:
     """hidden, w13, w2, ids, weights of a quantised layer."""
     hidden = torch.randn(T, H, generator=generator)
@@ -242,13 +249,15 @@ def layer(
     w2 = lowgmm.quantize(torch.randn(E, H, I, generator=generator) / I**0.5, format)
     ids = torch.randint(0, E, (T, A), generator=generator)
     weights = torch.rand(T, A, generator=generator)
-    return hidden.to(device), w13.to(device), w2.to(device), ids.to(device), weights.to(device)
+    device = backend.device
+    return hidden.to(device), backend.place(w13), backend.place(w2), ids.to(device), weights.to(device)
 
 
 @pytest.mark.parametrize("T", [1, 8, 9, 32])
-def test_a10_duplicate_experts(T: int, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("backend", [CPU, PACKED], ids=["cpu", "packed"])
+def test_a10_duplicate_experts(backend: Backend, T: int, generator: torch.Generator) -> None:
     """One token may name an expert several times: each slot counts with its own weight."""
-    hidden, w13, w2, ids, weights = layer(T, 6, 144, 64, 32, "int8", CPU.device, generator)
+    hidden, w13, w2, ids, weights = layer(T, 6, 144, 64, 32, "int8", backend, generator)
     ids[:] = torch.tensor([3, 3, 7, 7, 7, 1])
     ids[1::2] = 5
     y = lowgmm.moe_ffn(hidden, w13, w2, ids, weights)
@@ -259,16 +268,16 @@ def test_a10_duplicate_experts(T: int, generator: torch.Generator) -> None:
 
 @kernels_only
 def test_a10_duplicate_experts_in_kernels(generator: torch.Generator) -> None:
-    hidden, w13, w2, ids, weights = layer(2, 6, 9, 64, 32, "int8", KERNELS.device, generator)
+    hidden, w13, w2, ids, weights = layer(2, 6, 9, 64, 32, "int8", KERNELS, generator)
     ids[:] = torch.tensor([[3, 3, 7, 7, 7, 1], [5] * 6])
     check_layer(lowgmm.moe_ffn(hidden, w13, w2, ids, weights, impl="triton"), hidden, w13, w2, ids, weights)
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", None])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LAYERS)
 def test_a11_ids_without_a_local_expert(backend: Backend, format: str | None, generator: torch.Generator) -> None:
     """-1 and other ranks' ids give nothing; a token with no local expert is exactly zero."""
-    hidden, w13, w2, ids, weights = layer(6, 4, 8, 32, 32, format or "int8", backend.device, generator)
+    hidden, w13, w2, ids, weights = layer(6, 4, 8, 32, 32, format or "int8", backend, generator)
     if format is None:
         w13, w2 = lowgmm.dequantize(w13), lowgmm.dequantize(w2)
     ids[0] = torch.tensor([-1, 3, 8, 0])
@@ -280,9 +289,9 @@ def test_a11_ids_without_a_local_expert(backend: Backend, format: str | None, ge
     assert y[[0, 1, 3, 4, 5]].any(1).all()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LAYERS)
 def test_a11_no_local_expert_at_all(backend: Backend, generator: torch.Generator) -> None:
-    hidden, w13, w2, ids, weights = layer(3, 2, 4, 32, 32, "int8", backend.device, generator)
+    hidden, w13, w2, ids, weights = layer(3, 2, 4, 32, 32, "int8", backend, generator)
     y = lowgmm.moe_ffn(hidden, w13, w2, ids + 64, weights, impl=backend.impl)
     assert torch.equal(y, torch.zeros_like(y))
 

@@ -16,8 +16,12 @@ from lowgmm.gpu import Gpu
 from lowgmm.quant import quantize_rows, to_fnuz
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
+<<<<<<< HEAD
 from lowgmm.tune import Problem
 from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
+=======
+from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, LAYERS, SMALL, Backend, kernels_only
+>>>>>>> ha
 
 
 def tile(backend: Backend) -> str | None:
@@ -37,7 +41,7 @@ def test_a22_fp8_on_an_older_gpu_names_an_alternative(gpu: Gpu, monkeypatch: pyt
     monkeypatch.setattr("lowgmm.kernels.grouped_mm.describe", lambda _: gpu)
     monkeypatch.setattr("lowgmm.gpu.describe", lambda _: gpu)
     major, minor = gpu.capability
-    message = rf"{gpu.name} \(sm_{major}{minor}\).*'int8'"
+    message = rf"{gpu.name} \(sm_{major}{minor}\).*'int8'.*dequantize"
     o = make_operands([3, 5], 32, 64, "fp8", device=KERNELS.device)
     for config in (None, SMALL):
         with pytest.raises(UnsupportedError, match=message):
@@ -49,6 +53,10 @@ def test_a22_fp8_on_an_older_gpu_names_an_alternative(gpu: Gpu, monkeypatch: pyt
     for dtype in ("int8", "float16"):
         o = make_operands([3, 5], 32, 64, dtype, device=KERNELS.device)
         check_gmm(lowgmm.gmm(o.x, o.weights, o.scales_x, None, o.offsets, impl="triton", config=SMALL), o)
+    # The other way that the message names: FP8 weights as 16-bit ones.
+    fp8 = make_operands([3, 5], 32, 64, "fp8", device=KERNELS.device).weights
+    o = replace(o, w=lowgmm.dequantize(fp8).to(o.x.dtype))
+    check_gmm(lowgmm.gmm(o.x, o.w, None, None, o.offsets, impl="triton", config=SMALL), o)
 
 
 def test_a22_capability_that_has_fp8_is_not_refused() -> None:
@@ -276,7 +284,7 @@ def test_a31_gmm_leaves_its_inputs_alone(backend: Backend, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8", None])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LAYERS)
 def test_a31_layer_leaves_its_inputs_alone(backend: Backend, format: str | None, generator: torch.Generator) -> None:
     hidden = torch.randn(3, 32, generator=generator).to(backend.device)
     w13, w2 = (torch.randn(2, n, 32, generator=generator).to(backend.device) for n in (64, 32))
@@ -285,15 +293,17 @@ def test_a31_layer_leaves_its_inputs_alone(backend: Backend, format: str | None,
     layer: tuple[Tensor | lowgmm.QuantTensor, ...] = (w13, w2)
     inputs = [hidden, w13, w2, ids, weights]
     if format is not None:
-        layer = tuple(lowgmm.quantize(w, format) for w in (w13, w2))
-        inputs += [t for q in layer for t in (q.values, q.scales)]
+        layer = tuple(backend.place(lowgmm.quantize(w, format)) for w in (w13, w2))
+        inputs += [t for q in layer for t in (*q.operands, q.scales)]
     before = [digest(t) for t in inputs]
     lowgmm.moe_ffn(hidden, *layer, ids, weights, clip=2.0 if format else None, impl=backend.impl)
     assert [digest(t) for t in inputs] == before
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("victim", ["input", "weights", "scales_x", "scales_w", "bias"])
+@pytest.mark.parametrize(
+    "victim", ["input", "weights", "scales_x", "scales_w", "bias", "expert_offsets", "expert_sizes"]
+)
 def test_a31_output_over_an_input_is_refused(backend: Backend, victim: str) -> None:
     """Any shared byte is an error that names the operand; a neighbour in the same allocation is not."""
     o = make_operands([2, 5], 32, 64, "float32", device=backend.device)
@@ -302,9 +312,10 @@ def test_a31_output_over_an_input_is_refused(backend: Backend, victim: str) -> N
     tensors = {"input": o.x, "weights": o.w, "bias": torch.ones(2, 32, device=backend.device)}
     if victim in ("scales_x", "scales_w"):
         tensors |= {"input": q.x, "weights": q.w, "scales_x": q.scales_x, "scales_w": q.scales_w}
+    tensors |= {"expert_sizes": o.sizes} if victim == "expert_sizes" else {"expert_offsets": o.offsets}
     size = tensors[victim].numel()
-    tensors[victim] = buffer[:size].view(tensors[victim].shape).copy_(tensors[victim])
-    run = {"expert_offsets": o.offsets, "impl": backend.impl, "config": tile(backend)}
+    tensors[victim] = buffer[:size].view(tensors[victim].dtype).view(tensors[victim].shape).copy_(tensors[victim])
+    run = {"impl": backend.impl, "config": tile(backend)}
     for start in (0, size - 1):
         output = buffer[start : start + 7 * 32].view(7, 32)
         with pytest.raises(ShapeError, match=f"'output' overlaps '{victim}'"):

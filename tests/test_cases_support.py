@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowgmm import reference
+from lowgmm import cpu, reference
 from lowgmm.formats import FORMATS, QuantTensor
 from lowgmm.quant import dequantize
 from lowgmm.testing import assert_within_budget
@@ -23,12 +23,19 @@ class Backend(NamedTuple):
 
     device: str
     impl: str
+    packed: bool = False
+
+    def place(self, w: QuantTensor) -> QuantTensor:
+        """Weights as this backend is given them."""
+        return cpu.pack(w) if self.packed and w.format.exact else w.to(self.device)
 
 
 CPU = Backend("cpu", "auto")
+PACKED = Backend("cpu", "auto", packed=True)  # as MoEExperts has them: one native call for a whole layer
 KERNELS = Backend("cuda" if HAS_CUDA else "cpu", "triton")
 kernels_only = pytest.mark.skipif(not RUNS_KERNELS, reason="kernels need a CUDA device or Triton's interpreter")
 BACKENDS = [pytest.param(CPU, id="cpu"), pytest.param(KERNELS, id="kernels", marks=kernels_only)]
+LAYERS = [*BACKENDS, pytest.param(PACKED, id="packed")]
 
 SMALL = "16x32x64-swap-persistent1-4w2s"
 """A tile that the interpreter runs quickly."""

@@ -14,6 +14,7 @@ from test_cases_support import (
     CPU,
     GMM_RUNS,
     KERNELS,
+    LAYERS,
     SMALL,
     Backend,
     check_layer,
@@ -137,7 +138,7 @@ def test_a13_bad_scales_stay_alone(backend: Backend, config: str | None, format:
 
 @ieee
 @pytest.mark.parametrize("format", ["int8", "fp8", None])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", LAYERS)
 def test_a13_bad_tokens_of_a_layer_stay_alone(backend: Backend, format: str | None, generator: torch.Generator) -> None:
     hidden = torch.randn(9, 32, generator=generator)
     w13, w2 = torch.randn(2, 64, 32, generator=generator), torch.randn(2, 32, 32, generator=generator)
@@ -145,7 +146,7 @@ def test_a13_bad_tokens_of_a_layer_stay_alone(backend: Backend, format: str | No
     if format is None:
         layer = (w13.to(backend.device), w2.to(backend.device))
     else:
-        layer = tuple(lowgmm.quantize(w, format).to(backend.device) for w in (w13, w2))
+        layer = tuple(backend.place(lowgmm.quantize(w, format)) for w in (w13, w2))
 
     def run(hidden: torch.Tensor) -> torch.Tensor:
         args = (hidden.to(backend.device), *layer, ids.to(backend.device), weights.to(backend.device))

@@ -102,6 +102,11 @@ def test_demo_passes_prints_everything_and_writes_every_figure(checkpoint: Path,
     assert [r["name"] for r in figures["accuracy"]["results"]] == ["lowgmm_int8", "lowgmm_fp8"]
     assert set(figures["continuations"]) == {"FP32", "INT8", "FP8"}
     assert [r["format"] for r in figures["timing"]["rows"]] == ["bf16", "fp32", "bf16", "int8"]
+    for row in figures["timing"]["rows"]:  # what is printed, not only what it comes from
+        line = next(line for line in out.splitlines() if line.startswith(row["label"])).removeprefix(row["label"])
+        shown = [f"{row['timing'][name] * 1e3:.3f}" for name in ("median_s", "p20_s", "p80_s")]
+        assert line.split()[:4] == [*shown, f"{row['speedup']:.2f}x"]
+    assert f"INT8      {figures['int8']}" in out
     assert len(figures["intensity"]) == len(roofline.TABLE_ROWS)
     assert list(tmp_path.iterdir()) == [file]
 

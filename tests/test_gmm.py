@@ -12,7 +12,7 @@ import lowgmm
 from cases import CASES, Case
 from lowgmm import cpu, native
 from lowgmm.formats import INT4, INT4_GROUPED, INT8, pack_nibbles
-from lowgmm.gpu import H200
+from lowgmm.gpu import H200, describe
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import ShapeError, UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
@@ -77,6 +77,22 @@ def test_every_launch_gives_the_same_bits(config: str, device: torch.device) -> 
     o = make_operands([5, 0, 33, 2], 96, 128, "int8", extra_rows=3, device=device.type)
     y = lowgmm.gmm(o.x, o.w, expert_sizes=o.sizes, out_dtype=torch.int32, impl="triton", config=config)
     assert torch.equal(y.double(), replace(o, scales_x=None, scales_w=None).exact())
+
+
+@pytest.mark.parametrize("launch", ["persistent1", "queue1", "swap-queue2"])
+@pytest.mark.parametrize("sms", [1, 3])
+def test_a_program_takes_tile_after_tile(
+    sms: int, launch: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fewer programs than tiles, and launch after launch on one counter, which the last ticket must set back."""
+    few = replace(describe(device), sms=sms)
+    monkeypatch.setattr("lowgmm.kernels.grouped_mm.describe", lambda _: few)
+    o = make_operands([5, 0, 33, 2], 96, 64, "int8", extra_rows=3, device=device.type)
+    exact = replace(o, scales_x=None, scales_w=None).exact()
+    for _ in range(3):
+        y = torch.full((43, 96), 7, dtype=torch.int32, device=device)
+        lowgmm.gmm(o.x, o.w, None, None, o.offsets, None, y, impl="triton", config=f"16x32x64-{launch}-4w2s")
+        assert torch.equal(y.double(), exact)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 
 import lowgmm
 from lowgmm.formats import QuantTensor
-from lowgmm.shapes import UnsupportedError
+from lowgmm.shapes import ShapeError, UnsupportedError
 
 E, H, I = 4, 32, 24
 
@@ -106,6 +106,24 @@ def test_weights_changed_in_place_are_used(bias: torch.dtype) -> None:
     fresh = lowgmm.MoEExperts(layer.w13, layer.w2, bias_w13=layer.bias_w13, bias_w2=layer.bias_w2)
     assert torch.equal(layer(*call), fresh(*call))
     assert not torch.equal(layer(*call), before[0])
+
+
+@pytest.mark.parametrize("format", ["int8", None])
+@pytest.mark.parametrize(
+    ("w13", "w2", "message"),
+    [
+        ((E, 2 * I, H), (E, H, I + 1), rf"w2: expected \[E, H, I\], got \[{E}, {H}, {I + 1}\]"),
+        ((E, 2 * I, H), (E + 1, H, I), f"'w2' has {E + 1} where E={E} is expected"),
+        ((E, H, 2 * I), (E, H, I), f"'w2' has {H} where H={2 * I} is expected"),
+        ((E, 2 * I - 1, H), (E, H, I), "where 2I is expected"),
+    ],
+)
+def test_weights_that_do_not_belong_together_are_refused_when_the_layer_is_built(
+    w13: tuple[int, ...], w2: tuple[int, ...], message: str, format: str | None
+) -> None:
+    with pytest.raises(ShapeError, match=message):
+        lowgmm.MoEExperts.from_dense(torch.ones(w13), torch.ones(w2), format)
+    assert run(layer(format)).isfinite().all()
 
 
 def test_options_that_no_call_could_have_are_refused_when_the_layer_is_built() -> None:

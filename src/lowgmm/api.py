@@ -11,7 +11,7 @@ from lowgmm import ops, ops_layer, replay
 from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.plan import LayerConfig
 from lowgmm.routing import Routing
-from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError
+from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError, check_no_overlap
 from lowgmm.tune import TileConfig
 from lowgmm.validate import check_sizes
 
@@ -53,7 +53,7 @@ def gmm(
         expert_offsets: [E+1] int32, or int64 (which a GPU call converts each time), ``offsets[0] = 0``, not decreasing,
             ``offsets[E] <= M``.
         expert_sizes: [E] rows of each expert. Either is enough; given both, they must agree.
-        output: [M, N] tensor to write into and return; must not overlap an operand.
+        output: [M, N] tensor to write into and return; must not overlap an operand, offsets and sizes among them.
         bias: [E, N] float, added after the scales.
         out_dtype: dtype of the result; default: ``output``'s, a float input's own, else bfloat16. ``torch.int32``
             returns the raw accumulators of int8 operands (no scales, no bias).
@@ -95,6 +95,9 @@ def gmm(
     if output is not None:
         if out_dtype is not None and out_dtype != output.dtype:
             raise ShapeError(f"gmm: out_dtype is {out_dtype}, but output is {output.dtype}: leave out_dtype out.")
+        made = offsets is not expert_offsets or expert_sizes is not None  # the operator does not see what was given
+        if made and not torch.compiler.is_compiling():
+            check_no_overlap("gmm", output, expert_offsets=expert_offsets, expert_sizes=expert_sizes)
         ops.gmm_out(input, operands, scales_x, scales_w, offsets, bias, clip, impl, tile, output, fast_accum)
         if not torch.compiler.is_compiling() and not output.is_inference():
             torch.autograd.graph.increment_version(output)  # or a graph that saved it would not notice

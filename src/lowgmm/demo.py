@@ -102,8 +102,9 @@ def run(options: Options, say: Callable[[str], object] = print) -> dict[str, Any
         shown = f"{sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters"
         say(f"model     {type(model).__name__}, {shown}, on {environment.device_name(options.device)}")
         say(f"text      {windows.numel()} held-out tokens in windows of {windows.shape[1]}\n")
-        if options.device.type == "cpu":
-            say(f"INT8      {cpu.int8_backend()}")
+        int8 = cpu.int8_backend() if options.device.type == "cpu" else None
+        if int8 is not None:
+            say(f"INT8      {int8}")
         audit = _audited(model, windows)
         failed = [f for n, r in zip(IMPLEMENTATIONS, audit.results, strict=True) for f in failed_bars(n, r, BARS[n])]
         say(accuracy_text(audit))
@@ -123,6 +124,7 @@ def run(options: Options, say: Callable[[str], object] = print) -> dict[str, Any
         "passed": not failed,
         "failed_bars": failed,
         "environment": environment.record(options.device),
+        "int8": int8,
         "model": str(options.model or "packaged"),
         "accuracy": dataclasses.asdict(audit),
         "error_by_source": sources,
@@ -130,7 +132,7 @@ def run(options: Options, say: Callable[[str], object] = print) -> dict[str, Any
         "bars": {n: dataclasses.asdict(b) for n, b in BARS.items()},
         "prompt": options.prompt,
         "continuations": continued,
-        "timing": {"shape": dataclasses.asdict(shape), "rows": [dataclasses.asdict(r) for r in rows]},
+        "timing": {"shape": dataclasses.asdict(shape), "rows": [r.figures() for r in rows]},
         "machine": dataclasses.asdict(machine),
         "intensity": roofline.intensity_rows(shape.N, shape.K, machine, ["bf16", "int8", "fp8"]),
         "seconds": seconds,

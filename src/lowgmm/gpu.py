@@ -39,7 +39,7 @@ class Gpu:
             major, minor = self.capability
             return (
                 f"{self.name} (sm_{major}{minor}) has no FP8 matrix instruction (Ada, sm_89, is the first); "
-                f"quantise to 'int8' instead."
+                f"quantise to 'int8' instead, or multiply lowgmm.dequantize(weights) in 16 bits."
             )
         return None
 

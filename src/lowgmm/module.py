@@ -13,7 +13,7 @@ from lowgmm.formats import INT8, QuantTensor
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops_layer import Shortcut
 from lowgmm.quant import quantize
-from lowgmm.validate import check_spec
+from lowgmm.validate import check_experts
 
 WEIGHTS = ("w13", "w2", "bias_w13", "bias_w2", "scales_h")
 """What a layer holds; the last three may be None."""
@@ -58,16 +58,19 @@ class MoEExperts(nn.Module):
         """``options`` are those of :class:`lowgmm.layer.LayerSpec`: gate_up, alpha, limit, weight_on_input, requantize,
         clip."""
         super().__init__()
+        self.spec = LayerSpec(activation, **options)
+        check_experts(w13, w2, bias_w13, bias_w2, scales_h, self.spec)
         for name, w in zip(WEIGHTS, (w13, w2, bias_w13, bias_w2, scales_h), strict=True):
             setattr(self, name, _settle(w.detach() if isinstance(w, Tensor) else w))
-        self.spec = LayerSpec(activation, **options)
-        check_spec(self.spec)
 
     @classmethod
     def from_dense(
         cls, w13: Tensor, w2: Tensor, format: str | None = None, activation: str = "silu", **rest: Any
     ) -> MoEExperts:
-        """From dense weights w13 [E, 2I, H] and w2 [E, H, I]; ``format=None`` keeps their dtype."""
+        """From dense weights w13 [E, 2I, H] and w2 [E, H, I]; ``format=None`` keeps their dtype.
+
+        Raises: as :func:`lowgmm.quantize`; ShapeError: the weights do not belong together.
+        """
         if format is None:
             return cls(w13, w2, activation, **rest)
         return cls(quantize(w13, format), quantize(w2, format), activation, **rest)

@@ -241,7 +241,8 @@ def _gmm_new(
 def _gmm_out(*arguments: Any) -> None:
     x, weights, scales_x, scales_w, offsets, bias, clip, impl, config, output, *fast_accum = arguments
     # Of all checks the one that depends on addresses.
-    check_no_overlap("gmm", output, input=x, weights=weights[-1], scales_x=scales_x, scales_w=scales_w, bias=bias)
+    operands = {"input": x, "weights": weights[-1], "scales_x": scales_x, "scales_w": scales_w, "bias": bias}
+    check_no_overlap("gmm", output, **operands, expert_offsets=offsets)
     tensors = (x, *weights, scales_x, scales_w, offsets, bias, output)
     replay.run(_gmm_out_new, arguments, tensors, (clip, impl, config, *fast_accum))
 

@@ -8,7 +8,8 @@ quantises while it sorts does.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +51,11 @@ class Row:
     gb_per_s: float
     share_of_roof: float | None
     """Of the machine's floor; None where the machine's rate in this format is unknown."""
+
+    def figures(self) -> dict[str, Any]:
+        """Everything that :func:`table` shows, and the samples that it comes from."""
+        t = self.timing
+        return asdict(self) | {"timing": asdict(t) | {"median_s": t.median_s, "p20_s": t.p20_s, "p80_s": t.p80_s}}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from lowgmm.formats import FLOATS, FORMATS, QuantFormat, format_of, get_format, 
 from lowgmm.layer import ACTIVATIONS, LAYOUTS, REQUANTIZE, LayerSpec, Weights
 from lowgmm.shapes import (
     DtypeError,
+    Shaped,
     ShapeError,
     UnsupportedError,
     bind,
@@ -239,6 +240,22 @@ def check_moe(
     if (scales_h is not None) != (spec.requantize == "static"):
         raise ShapeError(f"{op}: scales_h [E] and requantize='static' belong together, got {spec.requantize!r}.")
     return sizes
+
+
+def check_experts(
+    w13: Shaped, w2: Shaped, bias_w13: Tensor | None, bias_w2: Tensor | None, scales_h: Tensor | None, spec: LayerSpec
+) -> None:
+    """The shapes of a layer's weights against each other, before a token is there."""
+    check_spec(spec)
+    rows = "E 2I" if spec.gated else "E I"
+    bind(
+        "MoEExperts",
+        w13=(w13, f"{rows} H"),
+        w2=(w2, "E H I"),
+        bias_w13=(bias_w13, rows),
+        bias_w2=(bias_w2, "E H"),
+        scales_h=(scales_h, "E"),
+    )
 
 
 def check_spec(spec: LayerSpec) -> None:
