@@ -1,9 +1,9 @@
 """The protocol between the warps and programs of ``kernels/hopper_layer.py``, under random interleavings.
 
 Nothing can run that kernel without a Hopper GPU, so its waits and counters are modelled here, a generator per warp:
-mbarriers with their phases, boxes, the ring, the queue, and the counters of the row blocks. The model checks that a
-consumer finds the operands that it expects, that nobody reads h or a slot's output before it is complete, that one
-token's slots are summed once, and that everything ends.
+mbarriers with their phases, boxes, the ring, whose loads arrive in any order, the queue, and the counters of the row
+blocks. The model checks that a consumer finds the operands that it expects, that nobody reads h or a slot's output
+before it is complete, that one token's slots are summed once, and that everything ends.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class Layer:
 
 
 class Program:
-    def __init__(self, layer: Layer, boxes: int, stages: int) -> None:
-        self.layer, self.boxes, self.stages = layer, boxes, stages
+    def __init__(self, layer: Layer, boxes: int, stages: int, r: random.Random) -> None:
+        self.layer, self.boxes, self.stages, self.r = layer, boxes, stages, r
         self.box: list[tuple[int, str, int]] = [(-1, END, -1)] * boxes
         self.slot: list[object] = [None] * stages
         self.posted, self.read = [Barrier(1) for _ in range(boxes)], [Barrier(3) for _ in range(boxes)]
@@ -96,7 +96,21 @@ class Program:
         self.passed, self.taken, self.other = Barrier(1), Barrier(1), -1
         self.given, self.token = (Barrier(2), Barrier(2)), Barrier(1)
         self.chunks: list[object] = [None] * 4
-        self.warps: list[Warp] = [self.schedule(), self.produce(), self.consume(0), self.consume(1)]
+        self.loads: list[tuple[int, object]] = []
+        self.loading = True
+        self.warps: list[Warp] = [self.schedule(), self.produce(), self.memory(), self.consume(0), self.consume(1)]
+
+    def load(self, slot: int, operands: object) -> None:
+        self.slot[slot] = "in flight"
+        self.loads.append((slot, operands))
+
+    def memory(self) -> Warp:
+        """What TMA was asked for arrives in any order."""
+        while self.loading or self.loads:
+            if self.loads:
+                slot, self.slot[slot] = self.loads.pop(self.r.randrange(len(self.loads)))
+                self.full[slot].arrive()
+            yield
 
     def schedule(self) -> Warp:
         at, total, chunks = 0, len(self.layer.tasks), 0
@@ -124,6 +138,7 @@ class Program:
             yield from self.next_box(at)
             ticket, kind, block = self.box[at % self.boxes]
             if kind == END:
+                self.loading = False
                 return
             self.read[at % self.boxes].arrive()
             at += 1
@@ -132,12 +147,12 @@ class Program:
             for i in range(steps):
                 slot = (step + i) % self.stages
                 yield from self.empty[slot].wait((step + i) // self.stages & 1 ^ 1)
-                self.slot[slot] = "weights only" if i < ahead else (ticket, i)
+                self.slot[slot] = "weights only"
                 yield
                 if kind == UP and layer.direct:
                     yield from self.token.wait(0)
                 if i >= ahead:
-                    self.full[slot].arrive()
+                    self.load(slot, (ticket, i))
                 if i == ahead - 1:
                     need = 2 * layer.passes[block] if layer.quantised else layer.ups * layer.writers
                     counts = layer.done if layer.quantised else layer.ready
@@ -145,8 +160,7 @@ class Program:
                         yield
                     assert layer.written[block] == layer.ups * layer.writers, "h was read before it was complete"
                     for j in range(ahead):
-                        self.slot[(step + j) % self.stages] = (ticket, j)
-                        self.full[(step + j) % self.stages].arrive()
+                        self.load((step + j) % self.stages, (ticket, j))
                         yield
             step += steps
 
@@ -200,6 +214,10 @@ class Program:
                 assert self.chunks[2 * at : 2 * at + 2] == [mine, mine], "a chunk was overwritten, or read too early"
                 self.empty[slot].arrive()
             chunks += 1
+
+    def until_taken(self, met: int) -> Warp:
+        """The first warpgroup has finished the tile before."""
+        yield from self.taken.wait(met & 1 ^ 1)
 
     def meet(self, ticket: int, half: int, met: int) -> Warp:
         """The second warpgroup passes something to the first."""
@@ -270,6 +288,8 @@ class Program:
                         layer.ready[pending] += 1
                         pending = -1
                         yield
+                    if layer.width == 64 and half == 1:
+                        yield from self.until_taken(met)
                     yield from self.multiply(ticket, layer.steps[kind], step, half)
                 step += layer.steps[kind]
                 if layer.width == 64:
@@ -335,7 +355,7 @@ def again(layer: Layer) -> Layer:
 
 def run(layer: Layer, r: random.Random, programs: int, resident: int, boxes: int, stages: int) -> None:
     """Step warps in random order and at random speeds; at most ``resident`` programs are on the chip at once."""
-    waiting = [Program(layer, boxes, stages) for _ in range(programs)]
+    waiting = [Program(layer, boxes, stages, r) for _ in range(programs)]
     running: list[Program] = []
     quiet = 0
     while running or waiting:

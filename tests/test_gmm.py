@@ -276,3 +276,16 @@ def test_fake_sizes_and_offsets_are_not_compared() -> None:
         assert y.shape == (6, 8)
         with pytest.raises(ShapeError, match="'expert_sizes' has 4 where E=3"):
             lowgmm.gmm(x, w, expert_offsets=offsets, expert_sizes=torch.empty(4, dtype=torch.int32))
+
+
+def test_rows_of_a_result_too_far_apart_for_32_bits_are_not_written_by_the_hopper_kernel() -> None:
+    """It adds 32-bit offsets within a tile of up to 128 rows."""
+    pytest.importorskip("triton")
+    from lowgmm.kernels.grouped_mm import FAR, _tma_ready
+
+    x, w = torch.zeros(128, 16, dtype=torch.int8), torch.zeros(1, 16, 16, dtype=torch.int8)
+    for stride, ready in ((16, True), (FAR - 1, True), (FAR, False), (1 << 30, False)):
+        out = torch.empty_strided((128, 16), (stride, 1), dtype=torch.bfloat16, device="meta")
+        assert _tma_ready(x, w, out) is ready
+        assert _tma_ready(x[:1], w, out[:1])
+        assert (127 * stride + 63 < 1 << 31) or not ready

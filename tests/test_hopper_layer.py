@@ -25,6 +25,7 @@ SHAPES = {  # T, A, E, H, I
     "few": (5, 3, 8, 512, 192),
     "narrow edges": (33, 2, 5, 144, 80),
     "intermediate wider than hidden": (70, 2, 4, 256, 1168),
+    "odd numbers of steps": (2, 2, 6, 1088, 576),
     "bands of row tiles": (3900, 1, 3, 256, 256),
     "hundreds of experts": (200, 4, 300, 128, 128),
     "many": (3000, 4, 16, 1024, 512),
@@ -105,6 +106,7 @@ def test_options(name: str, tile: str, format: str | None) -> None:
 ONE_TOKEN = {
     "more than one chunk": (1, 3, 6, 8704, 64),
     "odd": (1, 5, 7, 208, 400),
+    "odd numbers of steps": (1, 3, 6, 1088, 576),
     "one slot": (1, 1, 3, 1024, 2048),
     "32 slots": (1, 32, 40, 256, 768),
 }

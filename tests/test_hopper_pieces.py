@@ -103,7 +103,7 @@ def tiles() -> list[tuple[int, int, int, int]]:
             for bn in (64, 128, 256):
                 for bk in (128 // size, 256 // size):
                     config = LayerConfig(
-                        "queue", bm, bn // 2, bk, bn, bk, warp_specialize=True, num_stages=3, programs_per_sm=1
+                        "queue", bm, bn // 2, bk, bn, bk, warp_specialize=True, num_stages=2, programs_per_sm=1
                     )
                     if supports(LayerProblem(9, 2, 4, 512, 512, dtype), config, H200) is None:
                         found.append((bm, bn, bk, size))

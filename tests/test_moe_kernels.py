@@ -369,6 +369,6 @@ def test_a_ring_that_is_too_short_is_refused() -> None:
     one = plan.LayerConfig.parse("queue-16-64x128-128x128-swap-tma-ws-4w1s1p")
     assert "2 stages" in str(plan.supports(problem, one, H200))
     assert plan.supports(problem, plan.LayerConfig.parse(str(one).replace("4w1s", "4w2s")), H200) is None
-    two = plan.LayerConfig.parse("queue-16-32x128-64x128-swap-tma-ws-4w2s1p")
-    assert "3 stages" in str(plan.supports(problem, two, H200))
-    assert plan.supports(problem, plan.LayerConfig.parse(str(two).replace("4w2s", "4w3s")), H200) is None
+    three = plan.LayerConfig.parse("queue-16-32x128-64x128-swap-tma-ws-4w3s1p")
+    assert "even number of stages" in str(plan.supports(problem, three, H200))
+    assert plan.supports(problem, plan.LayerConfig.parse(str(three).replace("4w3s", "4w4s")), H200) is None

@@ -206,9 +206,9 @@ def _lacks_for_warps(problem: LayerProblem, config: LayerConfig, gpu: Gpu) -> st
             "warp-specialised tiles need block_m up to 128 and down_n 128 or 256 (with a gate also 16 and 64), "
             "up_k = down_k, and up_n of half down_n (without a gate, of down_n)."
         )
-    if config.down_n == 64 and (config.down_k * size != 128 or config.num_stages < 3):
-        # A warpgroup that skips the other's steps would not notice that it is a phase ahead of a shorter ring.
-        return "warp-specialised tiles with down_n 64 need up_k and down_k of 128 bytes, and 3 stages."
+    if config.down_n == 64 and (config.down_k * size != 128 or config.num_stages % 2):
+        # In an odd ring a slot goes from one warpgroup to the other, which would not notice that it is a phase ahead.
+        return "warp-specialised tiles with down_n 64 need up_k and down_k of 128 bytes, and an even number of stages."
     if config.down_k * size % 128:
         return "warp-specialised tiles need up_k and down_k of a multiple of 128 bytes."
     return None

@@ -199,12 +199,15 @@ def grouped_mm(
     problem = Problem(num_experts, num_rows, n_size, k_size, dtype, out.dtype, group or 0)
     if config is None:
         config = pick(problem, gpu)
-        if config.tma and not _tma_ready(x, w):
+        if config.tma and not _tma_ready(x, w, out):
             config = by_pointers(problem, config)
     elif (why := supports(problem, config, gpu)) is not None:
         raise UnsupportedError(f"gmm: config {config} cannot run here: {why}")
-    elif config.tma and not _tma_ready(x, w):
-        raise UnsupportedError(f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes.")
+    elif config.tma and not _tma_ready(x, w, out):
+        raise UnsupportedError(
+            f"gmm: config {config} needs contiguous operands that start at a multiple of 16 bytes, and "
+            f"rows of the output that are less than {FAR} elements apart."
+        )
     promote = 0 if fast_accum else promote_every(x.dtype, gpu)
     if config.warp_specialize:
         from lowgmm.kernels.hopper import hopper_mm
@@ -275,7 +278,11 @@ def as_fnuz(
     return x, w, scales_x.expand(x.shape[0]).contiguous(), scales_w.expand(w.shape[:2]).contiguous()
 
 
-def _tma_ready(x: Tensor, w: Tensor) -> bool:
+FAR = 1 << 24
+"""Elements between rows of a result with which 128 rows are more than 32 bits apart: ``hopper_write.write``."""
+
+
+def _tma_ready(x: Tensor, w: Tensor, out: Tensor) -> bool:
     """Descriptors address whole 16-byte units and view the experts as one [E·N, K] matrix."""
     return (
         x.data_ptr() % 16 == 0
@@ -283,4 +290,5 @@ def _tma_ready(x: Tensor, w: Tensor) -> bool:
         and x.stride(0) * x.element_size() % 16 == 0
         and x.stride(0) >= x.shape[1]  # a broadcast row has stride 0, which no descriptor can hold
         and w.is_contiguous()
+        and (len(out) == 1 or out.stride(0) < FAR)
     )

@@ -204,6 +204,11 @@ def consume(
                 if STORES:
                     scale = scale + row_scale
             elif SPLIT:
+                if HALF == 1:
+                    # The first warpgroup has finished the tile before, so all of that tile's loads have arrived, in
+                    # whatever order. Else a slot might be waited for whose load before is still under way: a phase
+                    # ahead, which a parity does not tell from a phase that is over.
+                    mbarrier.wait(taken.index(0), (met & 1) ^ 1)
                 acc0, step = multiply_in_turns(xs, ws, full, empty, step, K, HALF, BM, BK, STAGES, ACC, INT, PROMOTE)
                 acc1 = acc0
             else:
