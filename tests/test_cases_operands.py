@@ -16,12 +16,8 @@ from lowgmm.gpu import Gpu
 from lowgmm.quant import quantize_rows, to_fnuz
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
-<<<<<<< HEAD
 from lowgmm.tune import Problem
-from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, SMALL, Backend, kernels_only
-=======
 from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, LAYERS, SMALL, Backend, kernels_only
->>>>>>> ha
 
 
 def tile(backend: Backend) -> str | None:
