@@ -21,11 +21,11 @@ import lowgmm
 from lowgmm import environment, native, timing
 from lowgmm.formats import FORMATS, QuantTensor
 from lowgmm.testing import Operands, draw_operands, judge
-from lowgmm.tune import Problem, TileConfig
+from lowgmm.tile_config import Problem, TileConfig
 from lowgmm.workloads import GmmCase
 
 CUDA = torch.device("cuda")
-DTYPES = {name: fmt.dtype for name, fmt in FORMATS.items()} | {"bf16": torch.bfloat16}
+DTYPES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
 OUT = torch.bfloat16
 
 
@@ -41,8 +41,9 @@ def require_gpu() -> None:
 
 
 def problem_of(case: GmmCase, format: str) -> Problem:
-    group = FORMATS[format].group or 0 if format in FORMATS else 0
-    return Problem(case.E, case.M, case.N, case.K, DTYPES[format], OUT, group)
+    fmt = FORMATS.get(format)
+    dtype, group = (DTYPES[format], 0) if fmt is None else (fmt.dtype, fmt.group or 0)
+    return Problem(case.E, case.M, case.N, case.K, dtype, OUT, group)
 
 
 def operands_of(case: GmmCase, format: str) -> Operands:
@@ -133,11 +134,10 @@ def _named(argument: str) -> str:
 class Lines:
     """A JSONL file of an environment and results, complete after every line."""
 
-    def __init__(self, path: Path | None, **facts: Any) -> None:
+    def __init__(self, path: Path | None, device: torch.device = CUDA, **facts: Any) -> None:
         self.path = path
-        self.lines = [
-            {"environment": environment.record(CUDA), "command": " ".join(["python", *map(_named, sys.argv)]), **facts}
-        ]
+        command = " ".join(["python", *map(_named, sys.argv)])
+        self.lines = [{"environment": environment.record(device), "command": command, **facts}]
         self._write()
 
     def add(self, **line: Any) -> dict[str, Any]:

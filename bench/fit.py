@@ -22,7 +22,8 @@ import torch
 
 from lowgmm import environment, tune_cache
 from lowgmm.gpu import H200, Gpu
-from lowgmm.tune import MAX_CANDIDATES, Problem, TileConfig, bucket, model, predicted
+from lowgmm.tile_config import Problem, TileConfig
+from lowgmm.tune import MAX_CANDIDATES, bucket, model, predicted
 from lowgmm.tune_cache import Rates
 from lowgmm.workloads import GMM_CASES
 

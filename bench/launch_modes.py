@@ -37,7 +37,8 @@ from plot import OTHERS, bars, document
 
 from lowgmm import roofline, timing
 from lowgmm.gpu import describe
-from lowgmm.tune import LAUNCHES, Problem, TileConfig, candidates, predict, supports
+from lowgmm.tile_config import LAUNCHES, Problem, TileConfig, supports
+from lowgmm.tune import candidates, predict
 from lowgmm.workloads import LAUNCH_CASES, GmmCase
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "launch_modes.md"

@@ -32,7 +32,8 @@ from common import CUDA, DTYPES, OUT, Lines, operands_of, require_gpu
 import lowgmm
 from lowgmm import ops, ops_layer, replay
 from lowgmm.gpu import describe
-from lowgmm.tune import Problem, bucket, pick
+from lowgmm.tile_config import Problem
+from lowgmm.tune import bucket, pick
 from lowgmm.workloads import MOE_SHAPES, GmmCase
 
 TINY = GmmCase("tiny", 128, 128, (2,) * 8)

@@ -30,8 +30,9 @@ from common import (
 
 from lowgmm import timing
 from lowgmm.gpu import describe
-from lowgmm.tune import Problem, TileConfig, pick, predict, supports
+from lowgmm.tile_config import Problem, TileConfig, supports
 from lowgmm.tune import candidates as tuned
+from lowgmm.tune import pick, predict
 from lowgmm.workloads import GMM_CASES, GmmCase
 
 FEW = (

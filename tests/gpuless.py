@@ -28,7 +28,7 @@ from lowgmm.gpu import Gpu
 from lowgmm.kernels.grouped_mm import grouped_mm_kernel, promote_every
 from lowgmm.kernels.hopper import BOXES, hopper_kernel
 from lowgmm.kernels.hopper_read import box_of
-from lowgmm.tune import LAUNCHES, Problem, TileConfig
+from lowgmm.tile_config import LAUNCHES, Problem, TileConfig
 
 ELEMENT = {
     torch.int8: "i8",

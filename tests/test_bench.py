@@ -22,7 +22,7 @@ import rivals_layer
 import torch
 
 from lowgmm import timing
-from lowgmm.tune import TileConfig
+from lowgmm.tile_config import TileConfig
 from lowgmm.workloads import GMM_CASES
 
 BENCH = Path(__file__).resolve().parents[1] / "bench"

@@ -14,7 +14,8 @@ from lowgmm import cpu
 from lowgmm.gpu import H200, Gpu, describe
 from lowgmm.shapes import ShapeError, UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
-from lowgmm.tune import Problem, TileConfig, pick, supports
+from lowgmm.tile_config import Problem, TileConfig, supports
+from lowgmm.tune import pick
 from test_cases_support import (
     BACKENDS,
     CPU,

@@ -16,7 +16,7 @@ from lowgmm.gpu import Gpu
 from lowgmm.quant import quantize_rows, to_fnuz
 from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.testing import Operands, check_gmm, make_operands
-from lowgmm.tune import Problem
+from lowgmm.tile_config import Problem
 from test_cases_support import BACKENDS, CPU, GMM_RUNS, HAS_CUDA, KERNELS, LAYERS, SMALL, Backend, kernels_only
 
 

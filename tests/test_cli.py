@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from lowgmm import cli, demo, evaluate, gpu, native, roofline, speed, timing, tune
+from lowgmm import cli, demo, evaluate, gpu, native, roofline, speed, tile_config, timing, tune
 
 pytest.importorskip("transformers")
 
@@ -233,7 +233,7 @@ def test_explain(capsys):
     for part in (
         "memory bound",
         "measured  210.0 us",
-        f"tiles     {tune.pick(tune.Problem(64, 1024, 2048, 4096, torch.int8), gpu.H200)}",
+        f"tiles     {tune.pick(tile_config.Problem(64, 1024, 2048, 4096, torch.int8), gpu.H200)}",
         "what to change",
         "arithmetic intensity",
     ):

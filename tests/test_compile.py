@@ -16,7 +16,8 @@ import torch
 from lowgmm import tune_cache
 from lowgmm.formats import GROUPS, format_of
 from lowgmm.gpu import H200, Gpu
-from lowgmm.tune import Problem, TileConfig, candidates, pick
+from lowgmm.tile_config import Problem, TileConfig
+from lowgmm.tune import candidates, pick
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

@@ -62,10 +62,6 @@ def test_readme_has_the_signature_of_gmm():
 def test_readme_quotes_the_recorded_demo():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     record = json.loads((ROOT / "bench" / "results" / "demo_h200.json").read_text())
-    for name, r in zip(("INT8", "FP8"), record["accuracy"]["results"], strict=True):
-        change, equal = f"{r['perplexity_change']:+.3%}", [f"{r[k]:.2%}" for k in ("experts_matched", "sets_matched")]
-        cells = [name, *(c.replace("-", "−").replace("%", " %") for c in (change, *equal))]
-        assert f"| {' | '.join(cells)} | {r['cosine_mean']:.5f} ({r['cosine_worst']:.3f}) |" in readme
     for row in record["timing"]["rows"]:
         speedup = f"{row['speedup']:.{1 if row['speedup'] > 2 else 2}f}×"
         assert f"| {row['timing']['median_s'] * 1e6:.0f} | {speedup} | {row['gb_per_s'] / 1e3:.1f} TB/s |" in readme

@@ -16,7 +16,8 @@ from lowgmm.gpu import H200, describe
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import ShapeError, UnsupportedError
 from lowgmm.testing import check_gmm, make_operands
-from lowgmm.tune import Problem, TileConfig, pick, supports
+from lowgmm.tile_config import Problem, TileConfig, supports
+from lowgmm.tune import pick
 from lowgmm.validate import MAX_EXACT_K
 
 DTYPES = ("int8", "fp8", "bfloat16", "float16", "float32")

@@ -11,7 +11,8 @@ import lowgmm
 from lowgmm.formats import FORMATS, QuantTensor
 from lowgmm.gpu import describe
 from lowgmm.testing import Operands, check_gmm, make_operands
-from lowgmm.tune import NIBBLES, Problem, TileConfig, candidates, supports
+from lowgmm.tile_config import Problem, TileConfig, supports
+from lowgmm.tune import NIBBLES, candidates
 from overlap import hold
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lowgmm.testing import make_operands
-from lowgmm.tune import TileConfig
+from lowgmm.tile_config import TileConfig
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowgmm import gpu, roofline, tune
+from lowgmm import gpu, roofline, tile_config, tune
 from lowgmm.roofline import Load, Machine
 from lowgmm.shapes import ShapeError, UnsupportedError
 
@@ -101,7 +101,7 @@ def test_share_of_roof():
     ],
 )
 def test_advice(load: Load, machine: Machine, measured: float | None, config: str | None, said: str):
-    tiles = None if config is None else tune.TileConfig.parse(config)
+    tiles = None if config is None else tile_config.TileConfig.parse(config)
     assert said in " ".join(roofline.advice(load, machine, measured_s=measured, config=tiles))
 
 
@@ -116,12 +116,12 @@ def test_advice(load: Load, machine: Machine, measured: float | None, config: st
     ],
 )
 def test_advice_that_does_not_apply_is_not_given(load: Load, config: str, unsaid: str):
-    assert unsaid not in " ".join(roofline.advice(load, TOY, config=tune.TileConfig.parse(config)))
+    assert unsaid not in " ".join(roofline.advice(load, TOY, config=tile_config.TileConfig.parse(config)))
 
 
 def test_explain_names_the_configuration_that_would_run():
     text = roofline.explain(64, 2048, 4096, 16, "int8", gpu=gpu.H200)
-    problem = tune.Problem(E=64, M=1024, N=2048, K=4096, dtype=torch.int8)
+    problem = tile_config.Problem(E=64, M=1024, N=2048, K=4096, dtype=torch.int8)
     assert str(tune.pick(problem, gpu.H200)) in text
     assert f"predicted {tune.predict(problem, tune.pick(problem, gpu.H200), gpu.H200) * 1e6:.1f} us; " in text
     assert "memory bound" in text
@@ -130,7 +130,7 @@ def test_explain_names_the_configuration_that_would_run():
 @pytest.mark.parametrize("facts", [gpu.H200, None])
 def test_explain_takes_a_configuration_as_gmm_does(facts: gpu.Gpu | None):
     text = "64x64x128-grid-4w3s"
-    config = tune.TileConfig.parse(text)
+    config = tile_config.TileConfig.parse(text)
     found = roofline.explain(64, 2048, 4096, 16, gpu=facts, config=text)
     assert f"tiles     {text}" in found
     assert found == roofline.explain(64, 2048, 4096, 16, gpu=facts, config=config)

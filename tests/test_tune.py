@@ -14,7 +14,8 @@ import torch
 
 from lowgmm import tune, tune_cache
 from lowgmm.gpu import H200, Gpu
-from lowgmm.tune import MAX_CANDIDATES, Problem, TileConfig, bucket, candidates, pick, predict, predicted, supports
+from lowgmm.tile_config import Problem, TileConfig, supports
+from lowgmm.tune import MAX_CANDIDATES, bucket, candidates, pick, predict, predicted
 from lowgmm.workloads import GMM_CASES, MOE_SHAPES, MoeShape
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -13,7 +13,8 @@ import torch
 from lowgmm import cli, timing, tune, tune_cache, tuner
 from lowgmm.gpu import H200
 from lowgmm.shapes import DeviceError
-from lowgmm.tune import Problem, TileConfig, bucket, candidates, pick, predict
+from lowgmm.tile_config import Problem, TileConfig
+from lowgmm.tune import bucket, candidates, pick, predict
 
 MANY = Problem(64, 64 * 128, 2048, 4096, torch.int8)
 """Rows enough for every candidate to be considered."""

@@ -12,7 +12,7 @@ from lowgmm.formats import FLOATS, QuantTensor, get_format
 from lowgmm.plan import LayerConfig
 from lowgmm.routing import Routing
 from lowgmm.shapes import DtypeError, ShapeError, UnsupportedError, check_no_overlap
-from lowgmm.tune import TileConfig
+from lowgmm.tile_config import TileConfig
 from lowgmm.validate import check_sizes
 
 
@@ -47,7 +47,7 @@ def gmm(
             multiplied as it is when the weights are of the same dtype, quantised per token by this call when the
             weights are quantised.
         weights: [E, N, K], K contiguous: int8, float8_e4m3fn or the input's own float dtype; or a :class:`QuantTensor`
-            of any format, which brings its ``scales_w``. int4 weights take int8 input; on the CPU only so far.
+            of any format, which brings its ``scales_w``. int4 weights take int8 input.
         scales_x: [M] (or [M, 1]) float scale per token; None means 1, or dynamic quantisation of a float input.
         scales_w: [E, N] (or [E, N, 1]) float scale per output channel; None means 1.
         expert_offsets: [E+1] int32, or int64 (which a GPU call converts each time), ``offsets[0] = 0``, not decreasing,
@@ -58,7 +58,7 @@ def gmm(
         out_dtype: dtype of the result; default: ``output``'s, a float input's own, else bfloat16. ``torch.int32``
             returns the raw accumulators of int8 operands (no scales, no bias).
         clip: threshold for outlier tokens when a float input is quantised, see :func:`quantize_tokens`.
-        config: a :class:`lowgmm.tune.TileConfig` (or its string) to force on a GPU; default: ``tune.pick`` chooses.
+        config: a :class:`lowgmm.tile_config.TileConfig` (or its string) to force on a GPU; default: ``tune.pick``'s.
         fast_accum: leave FP8 sums in the matrix unit's accumulator over all of K instead of promoting them every 128.
             Hopper's keeps about 14 bits: sometimes faster, with an error that grows with K (docs/accumulation.md has
             both). No effect elsewhere.

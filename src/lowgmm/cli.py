@@ -20,7 +20,7 @@ from lowgmm.shapes import DeviceError, DtypeError, ShapeError, UnsupportedError
 from lowgmm.workloads import MOE_SHAPES
 
 if TYPE_CHECKING:
-    from lowgmm.tune import Problem
+    from lowgmm.tile_config import Problem
 
 PASSED, FAILED, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 """Exit codes: all bars hold; a bar or a check failed; the command could not be carried out as given (argparse's own
@@ -297,7 +297,7 @@ def _tune(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
 
 
 def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[Problem]:
-    from lowgmm.tune import Problem
+    from lowgmm.tile_config import Problem
 
     if args.model is not None:
         if args.model not in MOE_SHAPES:

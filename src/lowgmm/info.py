@@ -33,7 +33,7 @@ def collect() -> dict[str, str]:
     for index in range(torch.cuda.device_count()):
         gpu = describe(torch.device("cuda", index))
         lacks = gpu.lacks(FP8)
-        found[f"GPU {index}"] = f"{gpu.name}, {gpu.sms} SMs, INT8" + (" and FP8" if lacks is None else f"; {lacks}")
+        found[f"GPU {index}"] = f"{gpu.name}, {gpu.sms} SMs, INT8, INT4" + (", FP8" if lacks is None else f"; {lacks}")
     return {name: value for name, value in found.items() if value}
 
 

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from lowgmm import replay
 from lowgmm.formats import FLOATS, format_of, get_format, unpack_nibbles
 from lowgmm.shapes import UnsupportedError, check_no_overlap, is_abstract
-from lowgmm.tune import TileConfig
+from lowgmm.tile_config import TileConfig
 from lowgmm.validate import check_gmm, check_tokens, checked_bounds
 
 OPERANDS = (

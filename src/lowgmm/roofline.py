@@ -225,7 +225,7 @@ def intensity_table(N: int, K: int, machine: Machine, formats: Sequence[str], ro
 
 
 class Tiles(Protocol):
-    """What :func:`advice` reads of a tile configuration (a ``lowgmm.tune.TileConfig``)."""
+    """What :func:`advice` reads of a tile configuration (a ``lowgmm.tile_config.TileConfig``)."""
 
     @property
     def block_m(self) -> int: ...
@@ -343,7 +343,7 @@ def explain(
         raise ShapeError(f"explain: rows has {len(sizes)} numbers, expected one number or E={E} of them.")
     load = Load(N, K, sizes, format, "fp32" if format == "fp32" else "bf16")
     if isinstance(config, str):
-        from lowgmm.tune import TileConfig
+        from lowgmm.tile_config import TileConfig
 
         config = TileConfig.parse(config)
     config, chosen = (config, []) if gpu is None else _chosen(load, gpu, config)
@@ -386,13 +386,13 @@ def _chosen(load: Load, gpu: Gpu, config: Tiles | None) -> tuple[Tiles, list[str
     # Lazily: bytes and operations can be counted without torch's dtypes and the tuner.
     import torch
 
-    from lowgmm import formats, tune
+    from lowgmm import formats, tile_config, tune
 
     floats = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     dtype = floats[load.format] if load.format in floats else formats.get_format(load.format).dtype
-    problem = tune.Problem(E=len(load.sizes), M=load.rows, N=load.N, K=load.K, dtype=dtype)
-    tiles = config if isinstance(config, tune.TileConfig) else tune.pick(problem, gpu)
-    if (why := tune.supports(problem, tiles, gpu)) is not None:
+    problem = tile_config.Problem(E=len(load.sizes), M=load.rows, N=load.N, K=load.K, dtype=dtype)
+    tiles = config if isinstance(config, tile_config.TileConfig) else tune.pick(problem, gpu)
+    if (why := tile_config.supports(problem, tiles, gpu)) is not None:
         return tiles, [f"cannot run on {gpu.name}: {why}"]
     us = {c: tune.predict(problem, c, gpu, load.sizes) * 1e6 for c in (tiles, *tune.candidates(problem, gpu))}
     rivals = sorted((v, str(c)) for c, v in us.items() if c != tiles)

@@ -22,7 +22,8 @@ from lowgmm.formats import FLOATS
 from lowgmm.gpu import Gpu, describe
 from lowgmm.shapes import DeviceError
 from lowgmm.testing import Operands, draw_operands, judge
-from lowgmm.tune import Problem, TileConfig, bucket, candidates, predict, predicted
+from lowgmm.tile_config import Problem, TileConfig
+from lowgmm.tune import bucket, candidates, predict, predicted
 
 WORTH = 0.01
 """What a configuration must gain over the predicted one to be stored in its place: less is noise."""

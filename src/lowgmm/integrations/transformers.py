@@ -10,8 +10,8 @@
 | `lowgmm`      | as the checkpoint has them            | as the model has them        |
 | `lowgmm_int8` | INT8, one scale per output channel    | INT8, one scale per token    |
 | `lowgmm_fp8`  | FP8 e4m3, one scale per output channel | FP8 e4m3, one scale per token |
-| `lowgmm_int4` | INT4, one scale per output channel    | INT8, one scale per token; on a CPU |
-| `lowgmm_int4_g32` | INT4, one scale per 32 of K       | INT8, one scale per token; on a CPU |
+| `lowgmm_int4` | INT4, one scale per output channel    | INT8, one scale per token    |
+| `lowgmm_int4_g32` | INT4, one scale per 32 of K       | INT8, one scale per token    |
 
 ``check_model(model)`` says whether all of a model's experts are ones that lowgmm runs: transformers ignores the name
 where a model's experts do not go through its experts interface (Llama-4's do not).

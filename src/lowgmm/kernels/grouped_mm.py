@@ -18,7 +18,8 @@ from lowgmm.relaunch import descriptor
 from lowgmm.replay import empty, launch
 from lowgmm.routing import max_row_tiles
 from lowgmm.shapes import UnsupportedError
-from lowgmm.tune import LAUNCHES, Problem, TileConfig, by_pointers, pick, supports
+from lowgmm.tile_config import LAUNCHES, Problem, TileConfig, supports
+from lowgmm.tune import by_pointers, pick
 
 GRID, PERSISTENT, QUEUE, EXPERT = (tl.constexpr(i) for i in range(len(LAUNCHES)))
 

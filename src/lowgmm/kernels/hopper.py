@@ -28,7 +28,7 @@ from lowgmm.kernels.tiles import BAND
 from lowgmm.relaunch import descriptor
 from lowgmm.replay import launch
 from lowgmm.routing import max_row_tiles
-from lowgmm.tune import TileConfig
+from lowgmm.tile_config import TileConfig
 
 LANES = gl.constexpr(32)  # groups that a warp looks at together
 
@@ -408,7 +408,7 @@ def hopper_mm(
     promote: int,
     group: int | None,
 ) -> None:
-    """Launch for operands that ``grouped_mm`` has prepared and a configuration that ``tune.supports``."""
+    """Launch for operands that ``grouped_mm`` has prepared and a configuration that ``tile_config.supports``."""
     (M, K), (E, N, width) = x.shape, w.shape
     bm, bn, bk = config.block_m, config.block_n, config.block_k
     flags = promote > 0, scales_x is not None, scales_w is not None and not group, bias is not None
