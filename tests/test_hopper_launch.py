@@ -26,13 +26,13 @@ def test_the_launch_names_every_parameter_once(monkeypatch: pytest.MonkeyPatch) 
         o = make_operands([5, 0, 200], 96, 128, dtype)
         y = torch.empty(205, 96, dtype=torch.bfloat16)
         for promote in (0, 128):
-            hopper.hopper_mm(y, o.x, o.w, o.scales_x, o.scales_w, o.offsets, None, ticket, config, 132, promote)
+            hopper.hopper_mm(y, o.x, o.w, o.scales_x, o.scales_w, o.offsets, None, ticket, config, 132, promote, None)
             _, programs, *arguments = seen[-1]
             assert len(arguments) == len(hopper.hopper_kernel.arg_names)
             given = dict(zip(hopper.hopper_kernel.arg_names, arguments, strict=True))
             assert (given["M"], given["E"], given["N"], given["K"], given["stride_ym"]) == (205, 3, 96, 128, 96)
             assert (given["BM"], given["BN"], given["BK"], given["STAGES"]) == (64, 128, 128, 4)
-            assert (given["INT"], given["PROMOTE"]) == (dtype == "int8", promote > 0)
+            assert (given["GROUP"], given["INT"], given["PROMOTE"]) == (None, dtype == "int8", promote > 0)
             assert given["SCALED_X"] == given["SCALED_W"] == (o.scales_x is not None)
             assert given["x"].block_shape == [32, 128 // o.x.element_size()]  # only rows that exist are loaded
             assert given["w"].block_shape == [64, 128]
@@ -41,6 +41,28 @@ def test_the_launch_names_every_parameter_once(monkeypatch: pytest.MonkeyPatch) 
                 programs == 3 + 4
             )  # ⌊205 / 64⌋ full row tiles, a partial one per group (rows behind the last too), one column
     assert len(seen) == 6
+
+
+@pytest.mark.parametrize("format", ["int4", "int4_g32"])
+def test_4_bit_weights_reach_the_kernel_as_bytes(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowgmm.kernels import grouped_mm, hopper
+
+    seen: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(hopper, "launch", lambda *arguments, **options: seen.append(arguments))
+    monkeypatch.setattr(grouped_mm, "supports", lambda *_: None)
+    config = TileConfig.parse("64x128x512-swap-tma-ws-queue1-4w2s")
+    o = make_operands([5, 0, 200], 96, 320, format)
+    y = torch.empty(205, 96, dtype=torch.bfloat16)
+    grouped_mm.grouped_mm(y, o.x, o.weights.values, o.scales_x, o.scales_w, o.offsets, None, config)
+    given = dict(zip(hopper.hopper_kernel.arg_names, seen[0][2:], strict=True))
+    assert (given["M"], given["E"], given["N"], given["K"]) == (205, 3, 96, 320)
+    assert (given["w"].block_shape, given["w"].shape) == ([64, 256], [288, 160])
+    assert (given["x"].block_shape, given["x"].shape) == ([32, 128], [205, 320])
+    assert (given["GROUP"], given["INT"], given["PROMOTE"]) == (32 if format == "int4_g32" else 0, True, False)
+    assert (given["SCALED_X"], given["SCALED_W"]) == (True, format == "int4")
+    scales = given["scales_w"]
+    assert torch.equal(scales, o.scales_w if format == "int4" else o.scales_w.mT)
+    assert scales.is_contiguous()
 
 
 def test_the_portable_kernel_gets_the_promotion_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

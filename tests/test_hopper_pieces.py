@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 from itertools import pairwise
 from types import FunctionType, SimpleNamespace
 from typing import Any
@@ -115,7 +116,7 @@ def test_every_slot_waits_for_what_is_loaded_into_it() -> None:
     found = tiles()
     assert {bn for _, bn, _, _ in found} == {64, 128, 256}
     assert {bm for bm, _, _, _ in found} == {16, 32, 64, 128}
-    for bm, bn, bk, size in found:
+    for (bm, bn, bk, size), per_byte in itertools.product(found, (1, 2)):  # 2: of 4-bit weights
         high, wide = hopper_read.box_of(bm, bn, size)
         assert wide * size == 128, "a row of a box is one line of the swizzle"
         x = SimpleNamespace(
@@ -123,7 +124,7 @@ def test_every_slot_waits_for_what_is_loaded_into_it() -> None:
         )
         xs = SimpleNamespace(shape=[3, bm, bk], index=lambda slot, bm=bm, bk=bk: Part(range(bm), range(bk)))
         for rows in range(1, bm + 1):
-            row, k, weights = 1000, 4 * bk, bn * bk * size
+            row, k, weights = 1000, 4 * bk, bn * bk * size // per_byte
             end = row + rows + (77 if rows == bm else 0)  # the expert may have more tiles behind this one
             boxes = plain(hopper_read.boxes_of)(x, row, end, bm)
             expected: list[int] = []
@@ -135,7 +136,7 @@ def test_every_slot_waits_for_what_is_loaded_into_it() -> None:
                     to.append((part, at)) if pred else None
                 )
             )
-            plain(hopper_read.expect, mbarrier=barrier)(x, xs, slot, 1, boxes, bn)
+            plain(hopper_read.expect, mbarrier=barrier)(x, xs, slot, 1, boxes, bn, per_byte)
             plain(hopper_read.load_rows, tma=load)(x, xs, slot, 1, row, k, boxes)
             assert expected == [weights + len(loaded) * high * wide * size]
             cells = set()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import warnings
@@ -13,6 +14,7 @@ import pytest
 import torch
 
 from lowgmm import tune, tune_cache
+from lowgmm.formats import GROUPS, format_of
 from lowgmm.gpu import H200, Gpu
 from lowgmm.tile_config import Problem, TileConfig, supports
 from lowgmm.tune import MAX_CANDIDATES, bucket, candidates, pick, predict, predicted
@@ -104,7 +106,7 @@ def compile_keys(shape: MoeShape, dtype: torch.dtype, gpu: Gpu) -> dict[str, set
     return found
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.uint8], ids=lambda d: str(d).removeprefix("torch."))
 def test_token_counts_compile_at_most_eight_configurations(dtype: torch.dtype):
     for shape in MOE_SHAPES.values():
         for name, keys in compile_keys(shape, dtype, H200).items():
@@ -117,13 +119,13 @@ def test_there_are_few_candidates():
         assert len(set(texts)) == len(texts)
 
 
-@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float32, torch.uint8], ids=lambda d: str(d).removeprefix("torch."))
 @pytest.mark.parametrize("gpu", [H200, A100, Gpu("NVIDIA L4", (8, 9), 58, 101_376)], ids=lambda g: g.name)
 def test_what_is_picked_is_supported(dtype: torch.dtype, gpu: Gpu):
     for case in GMM_CASES.values():
-        for k_size in (case.K, case.K - 1):  # odd rows are out of TMA's reach
-            problem = Problem(case.E, case.M, case.N, k_size, dtype)
-            if gpu.lacks(tune.format_of(dtype)) is None:
+        for k_size, group in itertools.product((case.K, case.K - 2), (0, *GROUPS) if dtype == torch.uint8 else (0,)):
+            problem = Problem(case.E, case.M, case.N, k_size, dtype, group=group)  # - 2: out of TMA's reach
+            if gpu.lacks(format_of(dtype)) is None:
                 assert supports(problem, pick(problem, gpu), gpu) is None
 
 
