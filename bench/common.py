@@ -41,9 +41,7 @@ def require_gpu() -> None:
 
 
 def problem_of(case: GmmCase, format: str) -> Problem:
-    fmt = FORMATS.get(format)
-    dtype, group = (DTYPES[format], 0) if fmt is None else (fmt.dtype, fmt.group or 0)
-    return Problem(case.E, case.M, case.N, case.K, dtype, OUT, group)
+    return Problem.of(case.E, case.M, case.N, case.K, format, OUT)
 
 
 def operands_of(case: GmmCase, format: str) -> Operands:

@@ -112,11 +112,11 @@ def test_without_a_gpu_it_says_so():
 
 
 @pytest.mark.interpreter
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16])
-def test_the_bench_runs_checks_and_times_real_kernels(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("format", ["int8", "bf16", "int4", "int4_g32"])
+def test_the_bench_runs_checks_and_times_real_kernels(format: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(timing, "cache_bytes", lambda device: 0)
-    bench = tuner.GpuBench(Problem(2, 3, 32, 64, dtype), CPU, seconds=0.01)
-    config = TileConfig(16, 32, 32)
+    bench = tuner.GpuBench(Problem.of(2, 3, 32, 64, format), CPU, seconds=0.01)
+    config = TileConfig(16, 32, 64, swap_ab=True)
     assert bench.operands.sizes.tolist() == [2, 1]
     assert bench.wrong(config) is None
     assert len(bench.times([config])) == 1
@@ -137,7 +137,7 @@ def test_the_bench_runs_checks_and_times_real_kernels(dtype: torch.dtype, monkey
         (["--model", "article", "--n", "4"], "leave --experts"),
         (["--experts", "4"], "expected --model"),
         ([], "expected --model"),
-        (["--model", "article", "--format", "int8,int3"], "'int3' is not one of int8, fp8, bf16"),
+        (["--model", "article", "--format", "int8,int3"], "'int3' is not one of int8, fp8, int4, int4_g32"),
         (["--model", "article", "--tokens", "0"], "not a positive whole number"),
     ],
 )
@@ -178,7 +178,7 @@ def test_the_command_stores_and_reports(capsys, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("error", [RuntimeError("out of resource: shared memory\nmore"), KeyError("x"), ValueError()])
 def test_whatever_a_candidate_raises_is_its_own(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = object.__new__(tuner.GpuBench)
-    bench.operands = None
+    bench.weights = [None]
 
     def fail(*_: object) -> None:
         raise error

@@ -177,7 +177,11 @@ def build_parser() -> argparse.ArgumentParser:
         what.add_argument(f"--{name}", type=_positive, metavar=name.upper()[0], help=text)
     what.add_argument("--rows", type=_numbers, metavar="M,…", help="rows per expert (1,4,16,64,256,1024)")
     what.add_argument(
-        "--format", type=_formats, default=("int8",), metavar="F,…", help="int8, fp8, bf16, or several (int8)"
+        "--format",
+        type=_formats,
+        default=("int8",),
+        metavar="F,…",
+        help="int8, fp8, int4, int4_g128, …, bf16, or several (int8)",
     )
     tune.add_argument("--seconds", type=_positive_float, default=1.0, help="of measuring per bucket (1)")
     tune.add_argument("--limit", type=_positive_float, default=math.inf, help="seconds after which no bucket starts")
@@ -313,7 +317,7 @@ def _problems(args: argparse.Namespace, parser: argparse.ArgumentParser) -> Iter
         sizes = [(args.experts, m * args.experts, args.n, args.k) for m in rows]
     for format in args.format:
         for E, M, N, K in sizes:
-            yield Problem(E, M, N, K, FORMATS[format].dtype if format in FORMATS else torch.bfloat16)
+            yield Problem.of(E, M, N, K, format)
 
 
 def _info(args: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -374,7 +378,7 @@ def _numbers(text: str) -> tuple[int, ...]:
 
 def _formats(text: str) -> tuple[str, ...]:
     parts = tuple(text.split(","))
-    known = (*(f.name for f in FORMATS.values() if f.bits == 8), "bf16")  # what GPU kernels multiply
+    known = (*FORMATS, "bf16")
     if unknown := [p for p in parts if p not in known]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(known)}")
     return parts

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from lowgmm.formats import format_of
+from lowgmm.formats import FORMATS, format_of
 from lowgmm.gpu import Gpu
 from lowgmm.shapes import UnsupportedError
 
@@ -30,6 +30,17 @@ class Problem:
     out_dtype: torch.dtype = torch.bfloat16
     group: int = 0
     """Elements along K that share a scale of 4-bit weights; 0: all of them."""
+
+    @staticmethod
+    def of(E: int, M: int, N: int, K: int, format: str, out_dtype: torch.dtype = torch.bfloat16) -> Problem:
+        """With operands of a quantisation format, or "bf16".
+
+        >>> Problem.of(64, 1024, 2048, 4096, "int4_g128").group
+        128
+        """
+        fmt = FORMATS.get(format)
+        dtype, group = (torch.bfloat16, None) if fmt is None else (fmt.dtype, fmt.group)
+        return Problem(E, M, N, K, dtype, out_dtype, group or 0)
 
     @property
     def rows_per_expert(self) -> float:

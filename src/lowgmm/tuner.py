@@ -18,10 +18,10 @@ from torch import Tensor
 import lowgmm
 from lowgmm import timing, tune_cache
 from lowgmm import tune as tuning
-from lowgmm.formats import FLOATS
+from lowgmm.formats import FLOATS, QuantTensor
 from lowgmm.gpu import Gpu, describe
 from lowgmm.shapes import DeviceError
-from lowgmm.testing import Operands, draw_operands, judge
+from lowgmm.testing import draw_operands, judge
 from lowgmm.tile_config import Problem, TileConfig
 from lowgmm.tune import bucket, candidates, predict, predicted
 
@@ -138,15 +138,16 @@ class GpuBench:
         self.problem, self.device, self.seconds = problem, device, seconds
         self.operands = draw_operands(sizes, problem.N, problem.K, name, device=device)
         self.exact, self.baseline = self.operands.exact(), self.operands.baseline(problem.out_dtype)
-        sets = timing.weight_sets(self.operands.w.numel() * problem.element_size, device)
-        self.sets = [self.operands, *(replace(self.operands, w=self.operands.w.clone()) for _ in range(sets - 1))]
+        sets = timing.weight_sets(self.operands.w.numel() * problem.weight_size, device)
+        copies = [self.operands, *(replace(self.operands, w=self.operands.w.clone()) for _ in range(sets - 1))]
+        self.weights, self.offsets = [o.weights for o in copies], self.operands.offsets
 
-    def _call(self, operands: Operands, config: TileConfig) -> Tensor:
+    def _call(self, weights: Tensor | QuantTensor, config: TileConfig) -> Tensor:
         return lowgmm.gmm(
-            operands.x,
-            operands.weights,
-            operands.scales_x,
-            expert_offsets=operands.offsets,
+            self.operands.x,
+            weights,
+            self.operands.scales_x,
+            expert_offsets=self.offsets,
             out_dtype=self.problem.out_dtype,
             config=config,
             impl="triton",
@@ -160,14 +161,14 @@ class GpuBench:
     def wrong(self, config: TileConfig) -> str | None:
         """Run ``config`` once and compare with the oracle."""
         try:
-            self._check(0, self._call(self.operands, config))
+            self._check(0, self._call(self.weights[0], config))
         except Exception as error:  # a compiler's, a launcher's, a wrong result's: it is this candidate's alone
             return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no message'}"
         return None
 
     def times(self, configs: Sequence[TileConfig]) -> list[float]:
         """Median seconds of each configuration: graph replays on a GPU, in turns, checked once more."""
-        rivals = [timing.Rival(str(c), [partial(self._call, o, c) for o in self.sets], self._check) for c in configs]
+        rivals = [timing.Rival(str(c), [partial(self._call, w, c) for w in self.weights], self._check) for c in configs]
         return [t.median_s for t in timing.interleave(rivals, self.device, rounds=9, seconds=self.seconds)]
 
 
