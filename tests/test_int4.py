@@ -172,6 +172,18 @@ def test_module_keeps_and_returns_its_bytes(fmt: QuantFormat) -> None:
         assert torch.equal(other(x, ids, weights), y)
 
 
+def test_a_layer_on_a_device_holds_scales_as_kernels_read_them() -> None:
+    """However they came: a call that has to copy them is not replayed either (the meta device's take nothing else)."""
+    made = [lowgmm.quantize(torch.randn(2, *shape), "int4_g32") for shape in ((64, 96), (96, 64))]
+    loose = [QuantTensor(q.values.to("meta"), q.scales.contiguous().to("meta"), q.format) for q in made]
+    state = lowgmm.MoEExperts(*made, gate_up="none").state_dict()
+    for layer in (lowgmm.MoEExperts(*loose, gate_up="none"), lowgmm.MoEExperts(*made, gate_up="none").to("meta")):
+        for _ in range(2):
+            assert all(w.scales.mT.is_contiguous() for w in (layer.w13, layer.w2))
+            assert all(t.is_contiguous() for t in layer.state_dict().values())
+            layer.load_state_dict(state)
+
+
 W = lowgmm.quantize(torch.randn(2, 8, 64), "int4_g32")
 X, SIZES = torch.randn(4, 64), torch.tensor([3, 1])
 REST = (None, W.scales, torch.tensor([0, 3, 4]), None, None, "auto", None, torch.float32)

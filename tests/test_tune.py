@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from lowgmm import tune, tune_cache
-from lowgmm.formats import GROUPS, format_of
+from lowgmm.formats import FORMATS, GROUPS, format_of, group_size
 from lowgmm.gpu import H200, Gpu
+from lowgmm.quant import quantize
+from lowgmm.shapes import UnsupportedError
 from lowgmm.tile_config import Problem, TileConfig, supports
 from lowgmm.tune import MAX_CANDIDATES, bucket, candidates, pick, predict, predicted
 from lowgmm.workloads import GMM_CASES, MOE_SHAPES, MoeShape
@@ -259,3 +261,17 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch):
 )
 def test_what_triton_would_refuse_is_refused_with_a_reason(text: str, why: str):
     assert why in str(supports(DECODE, TileConfig.parse(text), H200))
+
+
+@pytest.mark.parametrize("K", [32, 64, 66, 128, 130, 4096])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_format_is_tuned_as_what_its_calls_look_up(format: str, K: int):
+    """A K of one group has a scale per channel, and its calls are those of ungrouped weights."""
+    scales = quantize(torch.randn(1, 2, K), format).scales
+    group = group_size(K, scales.shape[2]) if scales.dim() == 3 else 0
+    assert Problem.of(1, 8, 2, K, format).group == group
+
+
+def test_an_odd_k_of_4_bit_weights_is_refused():
+    with pytest.raises(UnsupportedError, match=r"two 4-bit values share a byte, but K=33 is odd"):
+        pick(Problem.of(2, 8, 64, 33, "int4"), H200)

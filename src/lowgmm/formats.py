@@ -101,6 +101,11 @@ def scale_per_element(scales: Tensor, K: int) -> Tensor:
     return scales.repeat_interleave(group_size(K, scales.shape[-1]), -1)[..., :K]
 
 
+def channels_last(scales: Tensor) -> Tensor:
+    """Scales [E, N, k] with unit stride along N, as every backend reads them; a copy only where they lie otherwise."""
+    return scales.mT.contiguous().mT
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """int8 ``[..., K]`` in [-8, 7], K even -> uint8 ``[..., K/2]``: element 2j in the low half of byte j, 2j+1 in the
     high half.

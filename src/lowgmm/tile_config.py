@@ -39,8 +39,10 @@ class Problem:
         128
         """
         fmt = FORMATS.get(format)
-        dtype, group = (torch.bfloat16, None) if fmt is None else (fmt.dtype, fmt.group)
-        return Problem(E, M, N, K, dtype, out_dtype, group or 0)
+        if fmt is None:
+            return Problem(E, M, N, K, torch.bfloat16, out_dtype)
+        group = fmt.group if fmt.group is not None and fmt.blocks(K) > 1 else 0  # one scale is a scale for all of K
+        return Problem(E, M, N, K, fmt.dtype, out_dtype, group)
 
     @property
     def rows_per_expert(self) -> float:
@@ -197,6 +199,8 @@ def supports(problem: Problem, config: TileConfig, gpu: Gpu) -> str | None:
         if problem.element_size > 2 or config.block_k * problem.element_size % 128:
             return "warp-specialised tiles need 8- or 16-bit operands and block_k of a multiple of 128 bytes."
     if problem.four_bits:
+        if problem.K % 2:
+            return f"two 4-bit values share a byte, but K={problem.K} is odd."
         whole = 256 if config.warp_specialize else max(problem.group, 64)
         if not config.swap_ab:
             return "4-bit weights are unpacked in registers, so they go on the M side: '-swap'."

@@ -28,7 +28,7 @@ def halves(packed, WORDS: tl.constexpr):
     if WORDS:  # four bytes at a time
         return tl.inline_asm_elementwise(
             "shl.b32 $0, $2, 4; and.b32 $0, $0, 0xF0F0F0F0; and.b32 $1, $2, 0xF0F0F0F0;",
-            "=r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
+            "=&r,=r,r", [packed], dtype=(tl.int8, tl.int8), is_pure=True, pack=4,
         )  # fmt: skip
     return packed << 4, packed & -16
 

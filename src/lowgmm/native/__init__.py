@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowgmm.formats import group_size, pack_nibbles, unpack_nibbles
+from lowgmm.formats import channels_last, group_size, pack_nibbles, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.shapes import UnsupportedError
 
@@ -293,11 +293,6 @@ def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_
     elif scales is not None:
         expert = N
     return _Weights(packed.data_ptr(), _pointer(scales), expert, step, E, N, K, group, bits), scales
-
-
-def channels_last(scales: Tensor) -> Tensor:
-    """[E, N, k] with unit stride along N, as the loops read it."""
-    return scales.mT.contiguous().mT
 
 
 def gmm(
