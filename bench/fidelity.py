@@ -3,8 +3,8 @@
     python bench/fidelity.py --output bench/results/fidelity_h200.jsonl
     python bench/fidelity.py --render bench/results/fidelity_h200.jsonl
 
-The audit of ``lowgmm demo``, of every format that a model can ask for by name, on all of the held-out text; where there
-is a GPU, there.
+The audit of ``lowgmm demo``, of every format that a model can ask for by name, on as many tokens; where there is a
+GPU, there.
 """
 
 from __future__ import annotations

@@ -288,7 +288,7 @@ def test_shares_cover_every_compilation_once():
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-@pytest.mark.parametrize("script", ["gmm.py", "sweep.py", "launch_modes.py", "overhead.py"])
+@pytest.mark.parametrize("script", ["gmm.py", "sweep.py", "launch_modes.py", "overhead.py", "int4.py"])
 def test_without_a_gpu_a_benchmark_says_so(script: str, tmp_path: Path):
     done = subprocess.run(
         [sys.executable, BENCH / script, "--output", tmp_path / "x.jsonl"], capture_output=True, text=True

@@ -153,6 +153,7 @@ def test_gradients_that_would_not_reach_a_given_output_are_refused() -> None:
             lowgmm.gmm(**call)
 
 
+@pytest.mark.usefixtures("packing")
 @pytest.mark.parametrize("transform", ["jvp", "jacfwd", "make_dual", "grad"])
 def test_derivatives_are_refused_and_not_zero(transform: str) -> None:
     w13, w2, x, sizes = torch.randn(2, 32, 16), torch.randn(2, 16, 16), torch.randn(3, 16), torch.tensor([1, 2])

@@ -25,7 +25,8 @@ def gmm(dtype: str, dynamic: bool = False, **more: Any) -> Call:
     x, scales_x = (torch.randn(135, 256, device="cuda").bfloat16(), None) if dynamic else (o.x, o.scales_x)
     bias = torch.randn(3, 128, device="cuda") if more.pop("bias", False) else None
     offsets = o.offsets.to(more.pop("offsets", torch.int32))
-    return lambda: lowgmm.gmm(x, o.w, scales_x, o.scales_w, offsets, bias=bias, **more)
+    weights = o.weights  # with their scales
+    return lambda: lowgmm.gmm(x, weights, scales_x, None, offsets, bias=bias, **more)
 
 
 def layer(tokens: int, format: str | None) -> Call:
@@ -42,6 +43,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "bfloat16": lambda: gmm("bfloat16"),
     "int8, quantised here": lambda: gmm("int8", dynamic=True),
     "int8, int64 offsets": lambda: gmm("int8", offsets=torch.int64),
+    "int4": lambda: gmm("int4", bias=True),
+    "int4_g64": lambda: gmm("int4_g64"),
+    "int4_g32, quantised here": lambda: gmm("int4_g32", dynamic=True),
     "portable": lambda: gmm("int8", config="16x64x128-swap-queue2-4w3s"),
     "layer, one token": lambda: layer(1, "int8"),
     "layer, few tokens": lambda: layer(8, "fp8"),

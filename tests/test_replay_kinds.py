@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from torch import Tensor
 
 import lowgmm
 from lowgmm import ops, replay
-from lowgmm.testing import make_operands
+from lowgmm.formats import QuantTensor
+from lowgmm.relaunch import Start
+from lowgmm.testing import Operands, make_operands
 
 
 @pytest.fixture
@@ -154,3 +157,48 @@ def test_overlap_is_seen_before_a_replay(monkeypatch: pytest.MonkeyPatch):
     over = a["weights"].view(-1)[: 12 * 96].view(torch.bfloat16).view(12, 48)
     with pytest.raises(lowgmm.shapes.ShapeError, match="overlaps 'weights'"):
         lowgmm.gmm(**a, output=over)
+
+
+class Noticed:
+    """A kernel, run as ever; a launch that is made again is only noticed, with its addresses."""
+
+    def __init__(self, kernel: Any, again: list[list[Any]]) -> None:
+        self.kernel, self.arg_names = kernel, kernel.arg_names
+        self.compiled = SimpleNamespace(
+            function=lambda *a: again.append(a), metadata=SimpleNamespace(tensordesc_meta=())
+        )
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return lambda *arguments, **options: self.kernel[grid](*arguments, **options) or self.compiled
+
+
+@pytest.mark.interpreter
+def test_calls_of_4_bit_weights_are_replayed_unless_their_scales_have_to_be_copied(monkeypatch: pytest.MonkeyPatch):
+    from lowgmm.kernels import grouped_mm, nibbles
+
+    again: list[list[Any]] = []
+    monkeypatch.setattr(replay, "serves", lambda t: type(t) is Tensor)
+    monkeypatch.setattr(replay, "_plans", {})
+    monkeypatch.setattr(replay, "hooked", lambda: False)
+    monkeypatch.setattr(replay, "start_of", lambda compiled: Start(compiled.function, (), True))
+    for module, name in ((grouped_mm, "grouped_mm_kernel"), (nibbles, "unzip_kernel")):
+        monkeypatch.setattr(module, name, Noticed(getattr(module, name), again))
+
+    def call(o: Operands, copied: bool) -> None:
+        scales = o.scales_w.contiguous() if copied else o.scales_w
+        a = aligned({"x": o.x, "w": o.weights.values, "scales": scales, "scales_x": o.scales_x, "offsets": o.offsets})
+        weights, options = QuantTensor(a["w"], a["scales"], o.weights.format), {"out_dtype": torch.float32}
+        calls = {"impl": "triton", "config": "16x32x128-swap-grid-4w2s"}, {}
+        made = [lowgmm.gmm(a["x"], weights, a["scales_x"], None, a["offsets"], **options, **more) for more in calls]
+        if again:
+            unzip, multiply = again
+            assert a["x"].data_ptr() in unzip
+            assert {a["w"].data_ptr(), a["scales"].data_ptr(), made[0].data_ptr()} <= {*multiply}
+        else:
+            assert torch.equal(*made)
+
+    for copied in (True, False):
+        for seed in range(3):
+            call(make_operands([5, 0, 7], 48, 96, "int4_g32", seed=seed), copied)
+            assert len(again) == (0 if copied or not seed else 2)
+            again.clear()

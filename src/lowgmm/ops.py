@@ -85,7 +85,7 @@ def refuse_tangents(op: str, *tensors: Tensor | None) -> None:
     """Derivatives in forward mode would be 0 without a word: what is called through the dispatcher has none."""
     if not torch.compiler.is_compiling() and forward_ad._current_level >= 0:
         for t in tensors:
-            if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            if isinstance(t, Tensor) and not t.is_mkldnn and forward_ad.unpack_dual(t).tangent is not None:
                 raise UnsupportedError(f"{op}: an argument has a tangent (jvp, jacfwd), but lowgmm computes none.")
 
 
