@@ -16,10 +16,11 @@ ALL = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot
 
 def arguments(dtype: str, device: torch.device) -> tuple[object, ...]:
     o = make_operands([5, 0, 7], 48, 64, dtype, device=device.type)
-    return o.x, [o.w], o.scales_x, o.scales_w, o.offsets, None, None, "auto", None
+    weights = o.weights.operands if dtype.startswith("int4") else [o.w]
+    return o.x, weights, o.scales_x, o.scales_w, o.offsets, None, None, "auto", None
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp8", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("dtype", ["int8", "int4", "int4_g32", "fp8", "bfloat16", "float16", "float32"])
 def test_opcheck_gmm(dtype: str, device: torch.device) -> None:
     # opcheck's schema test scales its inputs, which torch does not define for float8 on a CPU.
     tests = ALL[1:] if dtype == "fp8" else ALL
@@ -49,11 +50,12 @@ def test_opcheck_quantize_tokens(format: str, device: torch.device) -> None:
     torch.library.opcheck(torch.ops.lowgmm.quantize_tokens.default, args)
 
 
+@pytest.mark.parametrize("format", ["int8", "int4_g32"])
 @pytest.mark.parametrize("packed", [False, True])
-def test_compile_fullgraph_dynamic(packed: bool) -> None:
+def test_compile_fullgraph_dynamic(packed: bool, format: str) -> None:
     """One graph for any number of rows, with plain and with packed weights."""
     torch._dynamo.reset()
-    q = lowgmm.quantize(torch.randn(3, 32, 64), "int8")
+    q = lowgmm.quantize(torch.randn(3, 32, 64), format)
     w = cpu.pack(q) if packed else q
     graphs = CompileCounterWithBackend("aot_eager")
 

@@ -60,8 +60,8 @@ and what to change.
 TUNE = """\
 Measure tile configurations on this machine's GPU and store the winners. Each candidate is first checked against the
 fp64 oracle and then timed in turns with the others, on cold weights. From then on gmm uses the winners, in every
-process of yours (moe_ffn and MoEExperts choose their own tiles, by size); without tuning, a measured table (on an
-H200) or a cost model chooses, which is usually within a few percent.
+process of yours, also in layers of 4-bit weights (others choose their own tiles, by size); without tuning, a measured
+table (on an H200) or a cost model chooses, which is usually within a few percent for 8 and 16 bits.
 
 Sizes are tuned in buckets (rows per expert, rounded up to 2^n or 3*2^n), so new numbers of tokens need no tuning.
 Results are stored after each bucket, so the command can be interrupted. They hold for this GPU and these versions of

@@ -143,7 +143,8 @@ class QuantTensor:
     loudly.
 
     values  [E, N, K] in the format's dtype ([E, N, K/2] bytes for 4 bits), or None once a backend has packed them
-    scales  [E, N] float32; [E, N, k] with k groups along K in a grouped format
+    scales  [E, N] float32; [E, N, k] with k groups along K in a grouped format, in any layout (kernels read one with N
+            contiguous; others are copied to it at every call)
     packed  the values in a backend's own form; when it is there, ``values`` is not: one copy is alive
     """
 

@@ -65,8 +65,8 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
 
     Returns:
         A :class:`QuantTensor` with values [E, N, K] (K contiguous; int4: [E, N, K/2] bytes) and scales [E, N] float32
-        (grouped: [E, N, ceil(K/group)]). Weights are converted one expert at a time, so the float32 working copy is one
-        expert's.
+        (grouped: [E, N, ceil(K/group)], N contiguous). Weights are converted one expert at a time, so the float32
+        working copy is one expert's.
 
     Raises:
         UnsupportedError: unknown format. DtypeError: ``w`` is not floating point. ShapeError: ``w`` is not 2-D or 3-D,
