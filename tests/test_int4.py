@@ -172,6 +172,17 @@ def test_module_keeps_and_returns_its_bytes(fmt: QuantFormat) -> None:
         assert torch.equal(other(x, ids, weights), y)
 
 
+def test_nothing_is_made_anew_at_a_call() -> None:
+    """Operands with the shape [E, N, K], without data, and the bytes; also of nothing, and of copies."""
+    for made in (lowgmm.quantize(torch.randn(2, 3, 64), "int4"), lowgmm.quantize(torch.randn(0, 3, 64), "int4_g32")):
+        for q in (made, copy.deepcopy(made), made.to("meta")):
+            stand_in, values = q.operands
+            assert q.operands[0] is stand_in
+            assert values is q.values
+            assert (stand_in.shape, stand_in.device) == (q.shape, values.device)
+            assert stand_in.untyped_storage().nbytes() == 1
+
+
 def test_a_layer_on_a_device_holds_scales_as_kernels_read_them() -> None:
     """However they came: a call that has to copy them is not replayed either (the meta device's take nothing else)."""
     made = [lowgmm.quantize(torch.randn(2, *shape), "int4_g32") for shape in ((64, 96), (96, 64))]
