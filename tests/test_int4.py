@@ -210,6 +210,14 @@ def test_layer_of_the_kernels(fmt: QuantFormat, device: torch.device) -> None:
     assert (y.double() - exact).norm() <= 1.1 * (on_cpu.double() - exact).norm()
 
 
+def test_a_module_lays_scales_out_as_kernels_read_them() -> None:
+    """Off the CPU too, where nothing packs; as they come from a checkpoint they would be copied at every call."""
+    w13, w2 = (torch.randn(2, n, k) for n, k in ((8, 64), (64, 4)))
+    layer = lowgmm.MoEExperts.from_dense(w13, w2, "int4_g32").to("meta")
+    assert layer.w13.scales.stride() == (16, 1, 8)
+    assert layer.state_dict()["w13.scales"].is_contiguous()
+
+
 @pytest.mark.gpu
 @formats
 def test_module_on_a_gpu(fmt: QuantFormat) -> None:

@@ -101,6 +101,16 @@ def scale_per_element(scales: Tensor, K: int) -> Tensor:
     return scales.repeat_interleave(group_size(K, scales.shape[-1]), -1)[..., :K]
 
 
+def by_channels(scales: Tensor) -> Tensor:
+    """Scales [E, N, k] laid out so that those of neighbouring channels are neighbours, as kernels read them; a copy if
+    they are not.
+
+    >>> by_channels(torch.ones(1, 3, 2)).stride()
+    (6, 1, 3)
+    """
+    return scales.mT.contiguous().mT
+
+
 def pack_nibbles(codes: Tensor) -> Tensor:
     """int8 ``[..., K]`` in [-8, 7], K even -> uint8 ``[..., K/2]``: element 2j in the low half of byte j, 2j+1 in the
     high half.

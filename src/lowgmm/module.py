@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowgmm.api import moe_ffn
-from lowgmm.formats import INT8, QuantTensor
+from lowgmm.formats import INT8, QuantTensor, by_channels
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops_layer import Shortcut
 from lowgmm.quant import quantize
@@ -189,8 +189,10 @@ def _parts(w: Tensor | QuantTensor | None) -> dict[str, Tensor]:
 
 def _settle(w: Tensor | QuantTensor | None) -> Tensor | QuantTensor | None:
     """A weight in the form its device's backend wants."""
-    if isinstance(w, QuantTensor) and w.values is not None and w.format.activations is INT8 and w.device.type == "cpu":
+    if not isinstance(w, QuantTensor) or w.values is None:
+        return w
+    if w.format.activations is INT8 and w.device.type == "cpu":
         from lowgmm.cpu import pack
 
         return pack(w)
-    return w
+    return QuantTensor(w.values, by_channels(w.scales), w.format) if w.scales.dim() == 3 else w
