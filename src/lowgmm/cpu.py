@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowgmm import compose, native
-from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, channels_last, format_of, group_size, unpack_nibbles
+from lowgmm.formats import INT8, Packed, QuantFormat, QuantTensor, by_channels, format_of, group_size, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.quant import quantize_rows
 from lowgmm.shapes import ShapeError, UnsupportedError
@@ -52,7 +52,7 @@ def pack(q: QuantTensor) -> QuantTensor:
     stand_in, scales = q.values.new_empty(1).expand(q.shape), q.scales
     if native.library() is not None:
         packed = Packed(stand_in, (native.pack(q.values, q.format.bits),), _unpack_native, pack)
-        scales = channels_last(scales) if scales.dim() == 3 else scales
+        scales = by_channels(scales) if scales.dim() == 3 else scales
     elif q.format is INT8 and onednn_is_exact():
         blocked = tuple(torch.ops.onednn.qlinear_prepack(_dense(w), None) for w in q.values)
         packed = Packed(stand_in, blocked, _unpack_onednn, pack)

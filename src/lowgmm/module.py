@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lowgmm.api import moe_ffn
-from lowgmm.formats import INT8, QuantTensor, channels_last
+from lowgmm.formats import INT8, QuantTensor, by_channels
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.ops_layer import Shortcut
 from lowgmm.quant import quantize
@@ -195,6 +195,4 @@ def _settle(w: Tensor | QuantTensor | None) -> Tensor | QuantTensor | None:
         from lowgmm.cpu import pack
 
         return pack(w)
-    if w.scales.dim() == 3:  # or every call would copy them: state dicts hold them contiguous
-        return QuantTensor(w.values, channels_last(w.scales), w.format)
-    return w
+    return QuantTensor(w.values, by_channels(w.scales), w.format) if w.scales.dim() == 3 else w

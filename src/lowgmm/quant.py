@@ -14,7 +14,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowgmm.formats import FLOATS, QuantFormat, QuantTensor, get_format, pack_nibbles, scale_per_element
+from lowgmm.formats import (
+    FLOATS,
+    QuantFormat,
+    QuantTensor,
+    by_channels,
+    get_format,
+    pack_nibbles,
+    scale_per_element,
+)
 from lowgmm.shapes import ShapeError, check_dtype
 
 SMALLEST_ABSMAX = 2.0**-100
@@ -89,9 +97,7 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
         raise ShapeError(f"quantize: K={K} is odd, but two {fmt.name} values share a byte: pad w with a zero column.")
     blocks = fmt.blocks(K)
     values = torch.empty((E, N, K * fmt.bits // 8), dtype=fmt.dtype, device=w.device)
-    # Kernels read a group's scales of neighbouring channels, so those are neighbours in memory.
-    scales = torch.empty((E, N) if blocks == 1 else (E, blocks, N), dtype=torch.float32, device=w.device)
-    scales = scales if blocks == 1 else scales.mT
+    scales = torch.empty((E, N) if blocks == 1 else (E, N, blocks), dtype=torch.float32, device=w.device)
     for e in range(E):
         if blocks == 1:
             codes, scales[e] = quantize_rows(w[e], fmt)
@@ -100,7 +106,7 @@ def quantize(w: Tensor, format: str) -> QuantTensor:
             codes, scales[e] = quantize_rows(groups, fmt)
             codes = codes.flatten(-2)[:, :K]
         values[e] = pack_nibbles(codes.contiguous()) if fmt.bits == 4 else codes
-    return QuantTensor(values, scales, fmt)
+    return QuantTensor(values, scales if blocks == 1 else by_channels(scales), fmt)
 
 
 def dequantize(q: QuantTensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -122,8 +122,8 @@ def draw_operands(
         return Operands(x, w.mul_(k_size**-0.5), None, None, counts)
     blocks = fmt.blocks(k_size)
     scales_x = torch.rand(rows, generator=g, device=device) + 0.5
-    scales_w = torch.rand((experts, blocks, n_size) if blocks > 1 else (experts, n_size), generator=g, device=device)
-    scales_w = (scales_w + 0.5).mT if blocks > 1 else scales_w + 0.5
+    scales_w = torch.rand((experts, blocks, n_size), generator=g, device=device).add_(0.5).mT
+    scales_w = scales_w if blocks > 1 else scales_w.squeeze(-1)
     return Operands(x, w, scales_x, scales_w, counts, dtype if fmt.bits == 4 else None)
 
 

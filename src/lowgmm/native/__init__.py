@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowgmm.formats import channels_last, group_size, pack_nibbles, unpack_nibbles
+from lowgmm.formats import by_channels, group_size, pack_nibbles, unpack_nibbles
 from lowgmm.layer import LayerSpec, Weights
 from lowgmm.shapes import UnsupportedError
 
@@ -287,7 +287,7 @@ def _weights(stand_in: Tensor, packed: Tensor, scales: Tensor | None) -> tuple[_
     group = K
     if scales is not None and scales.dim() == 3:
         if scales.stride(1) != 1:  # the loops read neighbouring channels' scales as a vector
-            scales = channels_last(scales)
+            scales = by_channels(scales)
         group = group_size(K, scales.shape[2])
         expert, step = scales.stride(0), scales.stride(2)
     elif scales is not None:
