@@ -207,6 +207,7 @@ REST = (None, W.scales, torch.tensor([0, 3, 4]), None, None, "auto", None, torch
         (lambda: lowgmm.quantize_tokens(X, "int4"), UnsupportedError, "the tokens they are multiplied by are int8"),
         (lambda: lowgmm.gmm(X, W.values, expert_sizes=SIZES), DtypeError, "come as a QuantTensor"),
         (lambda: torch.ops.lowgmm.gmm(X, [W.operands[0], W.values[:1]], *REST), ShapeError, "are .E, N, K/2. bytes"),
+        (lambda: torch.ops.lowgmm.gmm(X, [W.operands[0], W.values.char()], *REST), DtypeError, "is int8, expected"),
         (lambda: lowgmm.gmm(X.to(torch.uint8), W, expert_sizes=SIZES), DtypeError, "input is int8, or floating"),
         (lambda: lowgmm.gmm(X[:, :62], W, expert_sizes=SIZES), ShapeError, "K=62"),
         (lambda: QuantTensor(W.values, W.scales, INT4), ShapeError, "scales"),

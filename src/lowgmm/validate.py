@@ -101,6 +101,7 @@ def _check_operands(op: str, name: str, operands: list[Tensor], impl: str) -> Qu
         )
     packed = len(operands) > 1 and not (four_bits and operands[1].dim() == 3)
     if four_bits and not packed:
+        check_dtype(op, name, operands[1], (operands[0].dtype,))
         (E, N, K), found = operands[0].shape, list(operands[1].shape)
         if found != [E, N, K // 2] or K % 2:
             raise ShapeError(f"{op}: {name} of shape [{E}, {N}, {K}] in 4 bits are [E, N, K/2] bytes, got {found}.")
