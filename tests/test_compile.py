@@ -48,7 +48,7 @@ def requests() -> list[dict[str, Any]]:
         for format, dtype in DTYPES.items():
             if gpu.lacks(format_of(dtype)) is not None:
                 continue  # refused before it is compiled: tests/test_tune.py
-            groups = (0,) if format != "int4" else (0, *GROUPS) if target == "sm90" else (0, 128, 32)
+            groups = (0, *GROUPS) if format == "int4" else (0,)
             found = {(config, ALIGNED, group) for group in groups for config in choices(gpu, dtype, ALIGNED, group)}
             if target == "sm90":
                 table = tune_cache.nearest(gpu.name)

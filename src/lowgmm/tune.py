@@ -58,7 +58,7 @@ NIBBLES[32] = NIBBLES[64]
 """Hopper's candidates of 4-bit weights by elements that share a scale (0: all of K): the best by rows on an H200."""
 
 NIBBLES_PORTABLE = (
-    "16x128x128-swap-tma-persistent2-4w4s",
+    "16x128x128-swap-tma-persistent2-4w3s",
     "32x128x128-swap-tma-persistent2-4w4s",
     "64x128x128-swap-tma-persistent2-8w3s",
 )
