@@ -77,3 +77,15 @@ def test_a_table_is_written_between_its_marks(script: Any, tmp_path: Path, monke
     script.main()
     part = script.render(results.name, *common.read_lines(results))
     assert part in copy.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("script", [int4, fidelity])
+def test_the_documents_table_is_the_one_that_the_result_file_gives(script: Any):
+    file = Path(common.__file__).parent / "results" / f"{script.__name__}_h200.jsonl"
+    text, (head, lines) = script.DOCUMENT.read_text(encoding="utf-8"), common.read_lines(file)
+    name = Path(script.__file__).name
+    assert text == common.rendered(text, script.render(file.name, head, lines), name), (
+        f"run python bench/{name} --render"
+    )
+    lines[0] = {k: 0.5 if isinstance(v, float) else v for k, v in lines[0].items()}
+    assert text != common.rendered(text, script.render(file.name, head, lines), name)
