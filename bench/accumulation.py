@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import CUDA, Lines, Loaded, median_us, provenance, read_lines, rendered, require_gpu
+from common import CUDA, Lines, Loaded, arguments, median_us, provenance, require_gpu, write_part
 from torch import Tensor
 
 import lowgmm
@@ -36,11 +36,12 @@ def measure(args: argparse.Namespace) -> None:
     for case in CASES:
         loaded = Loaded(case, "fp8")
 
-        def call(o: Any, fast: bool, offsets: Tensor = loaded.offsets) -> Tensor:
-            return lowgmm.gmm(o.x, o.weights, o.scales_x, expert_offsets=offsets, fast_accum=fast)
+        def call(w: Any, fast: bool, loaded: Loaded = loaded) -> Tensor:
+            o = loaded.operands
+            return lowgmm.gmm(o.x, w, o.scales_x, expert_offsets=loaded.offsets, fast_accum=fast)
 
         def errors(fast: bool, loaded: Loaded = loaded) -> dict[str, float]:
-            o, exact = loaded.sets[0], loaded.exact
+            o, exact = loaded.operands, loaded.exact
             y = lowgmm.gmm(
                 o.x, o.weights, o.scales_x, expert_offsets=loaded.offsets, fast_accum=fast, out_dtype=torch.float32
             )
@@ -54,7 +55,7 @@ def measure(args: argparse.Namespace) -> None:
             assert error < 2 * found[fast]["error"] + 2.0**-8, f"error {error:.2e} with fast_accum={fast}"
 
         rivals = [
-            timing.Rival(str(fast), [partial(call, o, fast) for o in loaded.sets], partial(check, fast=fast))
+            timing.Rival(str(fast), [partial(call, w, fast) for w in loaded.weights], partial(check, fast=fast))
             for fast in (False, True)
         ]
         for fast, t in zip(
@@ -80,17 +81,13 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
-    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser = arguments(__doc__, DOCUMENT)
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing per case (1)")
     args = parser.parse_args()
     if args.render is None:
         measure(args)
         return
-    part = render(args.render.name, *read_lines(args.render))
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8"), part, Path(__file__).name), encoding="utf-8")
-    print(f"wrote {DOCUMENT}")
+    write_part(DOCUMENT, args.render, render)
 
 
 if __name__ == "__main__":

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,10 @@ from torch import Tensor
 import lowgmm
 from lowgmm import environment, native, timing
 from lowgmm.formats import FORMATS, QuantTensor
+from lowgmm.gpu import describe
 from lowgmm.testing import Operands, draw_operands, judge
 from lowgmm.tile_config import Problem, TileConfig
+from lowgmm.tune import pick
 from lowgmm.workloads import GmmCase
 
 CUDA = torch.device("cuda")
@@ -55,18 +58,17 @@ class Loaded:
     def __init__(self, case: GmmCase, format: str) -> None:
         first = operands_of(case, format)
         copies = timing.weight_sets(first.w.numel() * problem_of(case, format).weight_size, CUDA)
-        self.sets = [first, *(replace(first, w=first.w.clone()) for _ in range(copies - 1))]
-        self.weights = [o.weights for o in self.sets]
-        self.offsets = first.offsets
+        self.weights = [first.weights, *(replace(first, w=first.w.clone()).weights for _ in range(copies - 1))]
+        self.operands, self.offsets = first, first.offsets
         self.exact, self.baseline = first.exact(), first.baseline(OUT)
 
     def rival(self, name: str, config: TileConfig | None = None) -> timing.Rival:
         """``gmm`` with a configuration, or with what is picked; every output is checked against the fp64 oracle."""
-        calls = [partial(self._call, o, w, config) for o, w in zip(self.sets, self.weights, strict=True)]
-        return timing.Rival(name, calls, self._check)
+        return timing.Rival(name, [partial(self._call, w, config) for w in self.weights], self._check)
 
-    def _call(self, o: Operands, w: Tensor | QuantTensor, config: TileConfig | None) -> Tensor:
-        return lowgmm.gmm(o.x, w, o.scales_x, expert_offsets=self.offsets, out_dtype=OUT, config=config, impl="triton")
+    def _call(self, w: Tensor | QuantTensor, config: TileConfig | None) -> Tensor:
+        x, scales = self.operands.x, self.operands.scales_x
+        return lowgmm.gmm(x, w, scales, expert_offsets=self.offsets, out_dtype=OUT, config=config, impl="triton")
 
     def _check(self, _: int, y: Tensor) -> None:
         verdict = judge(y, self.exact, self.baseline)
@@ -118,10 +120,22 @@ def compile_in_parallel(arguments: Sequence[str], jobs: int) -> None:
         raise SystemExit("compiling failed; the messages are above")
 
 
+def jobs_of(cases: Sequence[GmmCase], formats: Sequence[str]) -> list[Job]:
+    """What is picked, for every case and format."""
+    gpu = describe(CUDA)
+    return [(f, pick(problem_of(case, f), gpu), case) for case in cases for f in formats]
+
+
 def share(jobs: Sequence[Job], text: str) -> Iterator[Job]:
     """The jobs of PART/OF."""
     part, of = (int(v) for v in text.split("/"))
     yield from distinct(jobs)[part::of]
+
+
+def compile_share(jobs: Sequence[Job], text: str) -> None:
+    """What a script that :func:`compile_in_parallel` has started does."""
+    for format, config, case in share(jobs, text):
+        compile_once(format, config, case)
 
 
 def _named(argument: str) -> str:
@@ -193,3 +207,18 @@ def rendered(text: str, part: str, script: str) -> str:
     if len(pattern.findall(text)) != 1:
         raise SystemExit(f"expected the marks {start} and {end} once")
     return pattern.sub(lambda _: f"{start}\n{part}\n{end}", text)
+
+
+def arguments(description: str | None, document: Path) -> argparse.ArgumentParser:
+    """The parser of a script that measures into a result file, or writes a document's part from one."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="JSONL file to write")
+    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {document.name} from this result file")
+    return parser
+
+
+def write_part(document: Path, results: Path, render: Callable[..., str]) -> None:
+    """Put ``render(name, head, lines)`` of a result file between the document's marks of ``render``'s script."""
+    part, script = render(results.name, *read_lines(results)), Path(render.__code__.co_filename).name
+    document.write_text(rendered(document.read_text(encoding="utf-8"), part, script), encoding="utf-8")
+    print(f"wrote {document}")

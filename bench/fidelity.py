@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import Lines, provenance, read_lines, rendered
+from common import Lines, arguments, provenance, write_part
 
 from lowgmm import demo, evaluate, timing
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "README.md"
 NAMES = {
-    "INT8": "lowgmm_int8",
-    "FP8": "lowgmm_fp8",
+    **demo.IMPLEMENTATIONS,
     "INT4 in groups of 32 (`int4_g32`)": "lowgmm_int4_g32",
     "INT4, one scale per channel (`int4`)": "lowgmm_int4",
 }
@@ -58,16 +57,12 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
-    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser = arguments(__doc__, DOCUMENT)
     args = parser.parse_args()
     if args.render is None:
         measure(args)
         return
-    part = render(args.render.name, *read_lines(args.render))
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8"), part, Path(__file__).name), encoding="utf-8")
-    print(f"wrote {DOCUMENT}")
+    write_part(DOCUMENT, args.render, render)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ dense matmul that torch has. Configurations are those that ``tune.pick`` chooses
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
@@ -21,20 +20,19 @@ import torch
 from common import (
     CUDA,
     DTYPES,
-    Job,
     Lines,
     Loaded,
+    arguments,
     compile_in_parallel,
-    compile_once,
+    compile_share,
     distinct,
+    jobs_of,
     median_us,
     problem_of,
     provenance,
-    read_lines,
     read_rival,
-    rendered,
     require_gpu,
-    share,
+    write_part,
 )
 from plot import gmm_report
 
@@ -47,11 +45,6 @@ from lowgmm.workloads import GMM_CASES, GmmCase
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "limits.md"
 DENSE = 8192
 """M, N and K of the dense product that compute-bound cases are held against."""
-
-
-def jobs_of(cases: list[GmmCase], formats: list[str]) -> list[Job]:
-    gpu = describe(CUDA)
-    return [(f, pick(problem_of(case, f), gpu), case) for case in cases for f in formats]
 
 
 def run_case(case: GmmCase, formats: list[str], machine: roofline.Machine, seconds: float) -> list[dict[str, Any]]:
@@ -111,9 +104,7 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSONL file to write; an SVG of the same name goes beside it")
-    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser = arguments(__doc__, DOCUMENT)
     parser.add_argument("--cases", nargs="*", default=list(GMM_CASES), choices=list(GMM_CASES), metavar="CASE")
     parser.add_argument("--formats", nargs="*", default=list(DTYPES), choices=list(DTYPES), metavar="FORMAT")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing per case (2)")
@@ -122,16 +113,13 @@ def main() -> None:
     parser.add_argument("--compile-only", metavar="PART/OF", help="fill Triton's cache with this share, time nothing")
     args = parser.parse_args()
     if args.render is not None:
-        part = render(args.render.name, *read_lines(args.render))
-        DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8"), part, Path(__file__).name), encoding="utf-8")
-        print(f"wrote {DOCUMENT}")
+        write_part(DOCUMENT, args.render, render)
         return
     require_gpu()
     cases, start = [GMM_CASES[name] for name in args.cases], time.perf_counter()
     formats = [f for f in args.formats if describe(CUDA).lacks(FORMATS.get(f)) is None]
     if args.compile_only:
-        for format, config, case in share(jobs_of(cases, formats), args.compile_only):
-            compile_once(format, config, case)
+        compile_share(jobs_of(cases, formats), args.compile_only)
         return
     if not args.no_precompile:
         selection = ["--cases", *args.cases, "--formats", *formats]

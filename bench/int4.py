@@ -19,23 +19,20 @@ from common import (
     CUDA,
     Lines,
     Loaded,
+    arguments,
     compile_in_parallel,
-    compile_once,
+    compile_share,
     distinct,
+    jobs_of,
     median_us,
-    problem_of,
     provenance,
-    read_lines,
     read_rival,
-    rendered,
     require_gpu,
-    share,
+    write_part,
 )
 
 from lowgmm import timing
 from lowgmm.formats import INT4, INT4_GROUPED
-from lowgmm.gpu import describe
-from lowgmm.tune import pick
 from lowgmm.workloads import GMM_CASES, even
 
 DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "int4.md"
@@ -48,10 +45,9 @@ CASES = [
 
 def measure(args: argparse.Namespace) -> None:
     require_gpu()
-    jobs = [(f, pick(problem_of(case, f), describe(CUDA)), case) for case in CASES for f in FORMATS]
+    jobs = jobs_of(CASES, FORMATS)
     if args.compile_only:
-        for format, config, case in share(jobs, args.compile_only):
-            compile_once(format, config, case)
+        compile_share(jobs, args.compile_only)
         return
     compile_in_parallel([], len(distinct(jobs)))
     out = Lines(args.output)
@@ -87,18 +83,14 @@ def render(name: str, head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSONL file to write")
-    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser = arguments(__doc__, DOCUMENT)
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing per case (1)")
     parser.add_argument("--compile-only", metavar="PART/OF", help="fill Triton's cache with this share, time nothing")
     args = parser.parse_args()
     if args.render is None:
         measure(args)
         return
-    part = render(args.render.name, *read_lines(args.render))
-    DOCUMENT.write_text(rendered(DOCUMENT.read_text(encoding="utf-8"), part, Path(__file__).name), encoding="utf-8")
-    print(f"wrote {DOCUMENT}")
+    write_part(DOCUMENT, args.render, render)
 
 
 if __name__ == "__main__":

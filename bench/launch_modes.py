@@ -22,16 +22,16 @@ from common import (
     Job,
     Lines,
     Loaded,
+    arguments,
     compile_in_parallel,
-    compile_once,
+    compile_share,
     distinct,
     median_us,
     problem_of,
     provenance,
     read_lines,
-    rendered,
     require_gpu,
-    share,
+    write_part,
 )
 from plot import OTHERS, bars, document
 
@@ -71,8 +71,7 @@ def measure(args: argparse.Namespace) -> None:
     todo = work(args.cases, args.formats)
     jobs: list[Job] = [(format, config, case) for case, format, by in todo for config in by.values()]
     if args.compile_only:
-        for format, config, case in share(jobs, args.compile_only):
-            compile_once(format, config, case)
+        compile_share(jobs, args.compile_only)
         return
     compile_in_parallel(["--cases", *args.cases, "--formats", *args.formats], len(distinct(jobs)))
     machine = timing.measure_machine(CUDA, tuple(args.formats))
@@ -165,9 +164,7 @@ def picture(head: dict[str, Any], lines: Sequence[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="JSONL file to write; an SVG of the same name goes beside it")
-    parser.add_argument("--render", type=Path, metavar="FILE", help=f"write {DOCUMENT.name} from this result file")
+    parser = arguments(__doc__, DOCUMENT)
     parser.add_argument("--cases", nargs="*", default=list(LAUNCH_CASES), choices=list(LAUNCH_CASES), metavar="CASE")
     parser.add_argument("--formats", nargs="*", default=["int8", "fp8"], choices=list(DTYPES), metavar="FORMAT")
     parser.add_argument("--seconds", type=float, default=2.0, help="of timing per case and format (2)")
@@ -176,11 +173,10 @@ def main() -> None:
     if args.render is None:
         measure(args)
         return
-    head, lines = read_lines(args.render)
-    text = rendered(DOCUMENT.read_text(encoding="utf-8"), render(args.render.name, head, lines), Path(__file__).name)
-    DOCUMENT.write_text(text, encoding="utf-8")
-    args.render.with_suffix(".svg").write_text(picture(head, lines), encoding="utf-8")
-    print(f"wrote {DOCUMENT} and {args.render.with_suffix('.svg')}")
+    write_part(DOCUMENT, args.render, render)
+    drawing = args.render.with_suffix(".svg")
+    drawing.write_text(picture(*read_lines(args.render)), encoding="utf-8")
+    print(f"wrote {drawing}")
 
 
 if __name__ == "__main__":

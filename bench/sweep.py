@@ -20,12 +20,11 @@ from common import (
     Lines,
     Loaded,
     compile_in_parallel,
-    compile_once,
+    compile_share,
     distinct,
     median_us,
     problem_of,
     require_gpu,
-    share,
 )
 
 from lowgmm import timing
@@ -105,8 +104,7 @@ def main() -> None:
     work = problems(args.cases, args.formats)
     jobs = [(format, c, case) for case, format, problem in work for c in candidates(problem)]
     if args.compile_only:
-        for format, config, case in share(jobs, args.compile_only):
-            compile_once(format, config, case)
+        compile_share(jobs, args.compile_only)
         return
     start = time.perf_counter()
     if not args.no_precompile:
